@@ -1,0 +1,1 @@
+"""One file per figure: READS, reduce(rows, manifest), draw(table, manifest). Found by `kvprobe.registry`."""

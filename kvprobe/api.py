@@ -1,0 +1,31 @@
+"""Calls for users that are more than one class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from . import registry
+from .eviction_cache import EvictionCache
+from .models import Model, prepare
+from .pins import Pin, PromptPin
+from .types import Plan
+
+
+def cache(model, *, policy="random", keep: int | None = None, keep_ratio: float | None = None, length: int | None = None,
+          buffer: int = 64, protect_prompt: bool = False, pins: Sequence[Pin] = (), row_pins: Sequence[Sequence[Pin]] | None = None,
+          pins_free: bool = False, schedule: str = "rounds", instances: Sequence[int] | None = None, seed: int = 0,
+          **policy_options) -> EvictionCache:
+    """A cache that evicts by itself, for a user's own `model.generate(..., cache=...)` or forward.
+
+    model: what `kvprobe.load` returned, or a transformers model (kvprobe's attention function is put into it).
+    policy: a name of `kvprobe list`, a .py file or a policy; policy_options are its fields. keep: entries per KV head
+    that survive a round, or keep_ratio of `length` tokens. buffer: newest entries, never scored; a round fires after the
+    step at which a row holds keep + 2 * buffer entries. protect_prompt pins the first forward's tokens.
+    instances: an integer per batch row that random draws depend on. Raises ValueError for bad input before any work.
+    """
+    if not isinstance(model, Model):
+        model = prepare(model)
+    plan = Plan(Plan.resolve_keep(keep, keep_ratio, length), 0 if schedule == "prompt_end" else buffer, pins_free, schedule)
+    common = (*pins, PromptPin()) if protect_prompt else tuple(pins)
+    chosen = registry.make_policy(policy, policy_options)
+    return EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins, instances=instances, seed=seed)

@@ -1,0 +1,95 @@
+"""Attention over a cache as pure functions: grouped heads, visible keys, and the attention a policy scores by.
+
+Query head h shares KV head h // group. Softmax is taken per query head, then pooled over the group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .types import wide
+
+BLOCK_BYTES = 64 * 2**20
+"""Ceiling for one block of an explicit query x key matrix [bytes]."""
+
+
+def grouped(query: Tensor, n_kv: int) -> Tensor:
+    """[b hq n d] -> [b hkv g n d]."""
+    return query.unflatten(1, (n_kv, -1))
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scaling: float, dropout: float = 0.0) -> Tensor:
+    """Attention outputs [b n hq d] of queries [b hq n d] over keys and values [b hkv s d].
+
+    visible: bool, broadcastable to [b hkv n s], or None for all. The group is folded into the query axis, so that no
+    key or value is repeated per query head.
+    """
+    b, hq, n, d = query.shape
+    n_kv = keys.shape[1]
+    folded = grouped(query, n_kv).reshape(b, n_kv, -1, d)
+    if visible is not None:
+        visible = visible.expand(-1, -1, n, -1).repeat(1, 1, hq // n_kv, 1)
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=visible, dropout_p=dropout, scale=scaling)
+    return out.view(b, hq, n, values.shape[-1]).transpose(1, 2).contiguous()
+
+
+def weights(query: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    """Attention weights [b hkv g n s] in float32 or the model's wider dtype.
+
+    visible: bool, broadcastable to [b hkv n s]. A query that sees nothing gets zeros, not nan.
+    """
+    dtype = wide(query.dtype)
+    logits = torch.einsum("bhgnd,bhsd->bhgns", grouped(query, keys.shape[1]).to(dtype), keys.to(dtype)) * scaling
+    logits = logits.masked_fill(~visible.unsqueeze(2), -torch.inf)
+    top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    exp = (logits - top).exp()
+    return exp / exp.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+
+
+def attention_mass(query: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    """Attention each key receives from all queries, meaned over the group: [b hkv s].
+
+    Blocks of queries, so that the query x key matrix of a long prompt is never held whole.
+    """
+    b, hq, n, _ = query.shape
+    s = keys.shape[-2]
+    block = max(1, BLOCK_BYTES // (8 * b * hq * s))
+    visible = visible.expand(-1, -1, n, -1)
+    total = torch.zeros(b, keys.shape[1], s, dtype=wide(query.dtype), device=keys.device)
+    for i in range(0, n, block):
+        total += weights(query[:, :, i : i + block], keys, visible[:, :, i : i + block], scaling).sum(3).mean(2)
+    return total
+
+
+def window_attention(query: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, scaling: float) -> Tensor:
+    """Attention of a window of queries over the candidates only: [b hkv g w c].
+
+    query [b hq w d] at query_positions [b w] (negative: padding, gets zeros); positions [b hkv c] (negative: no entry).
+    A query sees candidates up to its own position.
+    """
+    p = positions[:, :, None, :]
+    visible = (p >= 0) & (p <= query_positions[:, None, :, None])
+    return weights(query, keys, visible, scaling)
+
+
+def mean_over_queries(attention: Tensor, query_positions: Tensor) -> Tensor:
+    """[b hkv g w c] -> [b hkv g c], the mean over the window's real queries."""
+    count = (query_positions >= 0).sum(-1).clamp(min=1)
+    return attention.sum(3) / count[:, None, None, None].to(attention.dtype)
+
+
+def pool(score: Tensor, kernel: int, kind: str) -> Tensor:
+    """Pool neighbours along the last axis, stride 1, same length.
+
+    Average pooling counts the zero padding at the edges in its denominator, as the releases do; max pads with -inf.
+    """
+    if kernel == 1:
+        return score
+    flat = score.reshape(1, -1, score.shape[-1])
+    if kind == "average":
+        out = F.avg_pool1d(flat, kernel, stride=1, padding=kernel // 2)
+    else:
+        out = F.max_pool1d(flat, kernel, stride=1, padding=kernel // 2)
+    return out.view(score.shape)

@@ -1,0 +1,470 @@
+"""A transformers cache that evicts per KV head, and the attention function that reads it.
+
+The schedule belongs to the cache: whoever steps the model (a plain forward, a chunk, `model.generate`, a trace), a round
+fires after the step in which it came due, once the last layer's attention has been computed. So eviction never changes
+the logits of the forward that triggered it, and nothing but `cache=` has to be passed.
+
+Logical and physical length are different things: `get_seq_length` is the number of columns ever seen, which feeds
+position ids and generate's slicing; the tensors hold what survived.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from . import attention as att
+from . import draws, evict
+from .keeplog import KeepLog, Recorder
+from .pins import Pin, PinTable
+from .types import CacheView, Geometry, Plan, Policy
+
+ATTENTION = "kvprobe"
+"""Name under which the attention function is registered with transformers."""
+
+
+class EvictionLayer(DynamicLayer):
+    """Keys and values [b hkv s d] of one layer; what they are of is known by the cache."""
+
+    is_croppable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.queries: Tensor | None = None  # post-RoPE queries of the newest tokens [b hq w d]
+        self.columns: dict[str, Tensor] = {}  # per-entry state that moves with its entry [b hkv s]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        self.seen += key_states.shape[-2]
+        return super().update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # the offset lines new keys up with new queries, so that stock masks are right for uniform counts
+        physical = 0 if self.keys is None else self.keys.shape[-2]
+        return physical + query_length, self.seen - physical
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("an evicting cache cannot be cropped: what a round took cannot come back")
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen, self.queries, self.columns = 0, None, {}
+
+    def index_rows(self, rows: Tensor) -> None:
+        def pick(x: Tensor) -> Tensor:
+            return x.index_select(0, rows.to(x.device))
+
+        self.keys, self.values = pick(self.keys), pick(self.values)
+        self.queries = None if self.queries is None else pick(self.queries)
+        self.columns = {name: pick(column) for name, column in self.columns.items()}
+
+
+@dataclass
+class _Step:
+    """One forward in progress."""
+
+    n: int
+    padded: bool
+    positions: Tensor | None = None  # [b n], -1 for hidden columns
+    visible: Tensor | None = None  # [1|b 1 n s] where all layers share it
+    done: bool = False
+
+
+class EvictionCache(DynamicCache):
+    """The cache of a model whose growing layers are evicted by `policy` under `plan`.
+
+    pins: pins common to all rows. row_pins: pins of each row on top. instances: an integer per row that its random
+    draws depend on (default 0, 1, ...). Raises ValueError for a pin at a site that does not exist.
+    """
+
+    def __init__(self, config, geometry: Geometry, plan: Plan, policy: Policy, *, pins: Sequence[Pin] = (),
+                 row_pins: Sequence[Sequence[Pin]] | None = None, instances: Sequence[int] | None = None, seed: int = 0):
+        super().__init__(config=config)
+        self.config, self.geometry, self.plan, self.policy, self.seed = config, geometry, plan, policy, seed
+        self._rows = {layer: i for i, layer in enumerate(geometry.kv_layers)}
+        for layer in geometry.kv_layers:
+            self.layers[layer] = EvictionLayer()
+        self.common_pins, self.row_pins, self.instances = tuple(pins), row_pins, instances
+        PinTable([self.common_pins, *(row_pins or ())], geometry, torch.device("cpu"))  # refuse bad sites now
+        self.window = plan.buffer if policy.needs.window == -1 else policy.needs.window
+        self._clear()
+
+    def _clear(self) -> None:
+        self.kept: Tensor | None = None  # positions [l b hkv k] of the entries the last round left, -1 for none
+        self.tail: list[Tensor] = []  # positions [b n] of the steps since
+        self.window_positions: Tensor | None = None  # positions [b w] of the newest tokens, when the policy scores by their queries
+        self.ragged = False  # some slot is empty or hidden, so that masks are needed
+        self.step: _Step | None = None
+        self.seen: list[int] = []  # real tokens of each row
+        self.prompt: list[int] = []
+        self.count: np.ndarray | None = None  # real entries [l b hkv]
+        self.recorder: Recorder | None = None
+        self.pins: PinTable | None = None
+        self.closed = False  # prompt-time eviction is over
+
+    # -- what transformers calls ------------------------------------------------------------------------------------
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        if layer_idx not in self._rows:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        extra = kwargs.get("kwargs")
+        if extra is None:
+            raise RuntimeError("this model's attention does not hand its arguments to cache.update: kvprobe's attention function would not find its cache")
+        if layer_idx == self.geometry.kv_layers[0]:
+            self._enter(key_states)
+        keys, values = self.layers[layer_idx].update(key_states, value_states)
+        extra["kvprobe_cache"] = self
+        return keys, values
+
+    def reset(self) -> None:
+        super().reset()
+        self._clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Take, repeat or reorder rows, with their pins, instances and logs."""
+        indices = indices.to(torch.int64).cpu()
+        for i, layer in enumerate(self.layers):
+            if i in self._rows:
+                layer.index_rows(indices)
+            elif getattr(layer, "is_initialized", True):
+                layer.batch_select_indices(indices)
+        rows = indices.tolist()
+        self.kept = None if self.kept is None else self.kept.index_select(1, indices.to(self.kept.device))
+        self.tail = [t.index_select(0, indices.to(t.device)) for t in self.tail]
+        if self.window_positions is not None:
+            self.window_positions = self.window_positions.index_select(0, indices.to(self.window_positions.device))
+        self.count = self.count[:, rows]
+        self.seen, self.prompt = [self.seen[b] for b in rows], [self.prompt[b] for b in rows]
+        self.instances = [self.instances[b] for b in rows]
+        self.row_pins = [self.row_pins[b] for b in rows]
+        self.recorder.index(indices)
+        self.pins = self._pin_table()
+
+    # -- what users read --------------------------------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        return len(self.seen)
+
+    @property
+    def physical(self) -> int:
+        """Slots per KV head now."""
+        return sum(t.shape[1] for t in self.tail) + (0 if self.kept is None else self.kept.shape[-1])
+
+    @property
+    def positions(self) -> Tensor:
+        """[l b hkv s]: the position of every slot of the evicted layers, -1 where a slot holds no entry."""
+        tail = torch.cat(self.tail, dim=1)
+        shape = (len(self._rows), self.batch, self.geometry.n_kv, -1)
+        tail = tail[None, :, None, :].expand(shape)
+        return tail if self.kept is None else torch.cat([self.kept, tail], dim=-1)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that may be fed before the next round of some row; None if no round is ahead."""
+        if self.plan.schedule != "rounds":
+            return None
+        if self.count is None:
+            return self.plan.fires_at
+        return max(1, self.plan.fires_at - int(self._charged().max()))
+
+    @property
+    def keep_log(self) -> KeepLog:
+        """Which position died in which round, for all rows so far."""
+        if self.recorder is None:
+            raise ValueError("the cache is empty: no forward has used it yet")
+        return self.recorder.log(self.seen, self.plan.keep, self.plan.buffer)
+
+    def branch(self, repeats: int, row_pins: Sequence[Sequence[Pin]] | None = None, plan: Plan | None = None) -> EvictionCache:
+        """A copy with every row repeated `repeats` times in place, with pins per new row and perhaps another plan.
+
+        Conditions share everything up to the first round this way. Tensors are shared until one side replaces them.
+        Raises ValueError when pins are given after a round has fired.
+        """
+        if row_pins is not None and any(self.recorder.fired):
+            raise ValueError("pins cannot be set after a round has fired: what they should hold may be gone")
+        new = copy.copy(self)
+        new.layers = [copy.copy(layer) for layer in self.layers]
+        for layer in new.layers:
+            if isinstance(layer, EvictionLayer):
+                layer.columns = dict(layer.columns)
+        new.plan = plan or self.plan
+        new.tail, new.recorder = list(self.tail), self.recorder.copy()
+        new.batch_repeat_interleave(repeats)
+        if row_pins is not None:
+            new.row_pins = [tuple(pins) for pins in row_pins]
+            new.pins = new._pin_table()
+        return new
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, key_states: Tensor) -> None:
+        """The first evicted layer of a forward: refuse what cannot be right."""
+        b, n = key_states.shape[0], key_states.shape[-2]
+        if self.config.get_text_config(decoder=True)._attn_implementation != ATTENTION:
+            raise ValueError("the model's attention function was changed: call kvprobe.cache(model, ...) again to put kvprobe's back")
+        if self.step is not None and not self.step.done:
+            raise RuntimeError("the forward before this one did not finish, so that the cache is in two minds: start with a new one")
+        first = self.count is None
+        if first:
+            self._start(b, key_states.device)
+        elif b != self.batch:
+            raise ValueError(f"the cache holds {self.batch} rows, the forward has {b}")
+        elif self.room is not None and n > self.room:
+            raise ValueError(f"a chunk of {n} tokens would cross a round: feed at most {self.room} now (kvprobe's engine splits for you)")
+        self.step = _Step(n, padded=False)
+
+    def _start(self, batch: int, device: torch.device) -> None:
+        self.instances = list(range(batch)) if self.instances is None else list(self.instances)
+        self.row_pins = [()] * batch if self.row_pins is None else [tuple(p) for p in self.row_pins]
+        if len(self.instances) != batch or len(self.row_pins) != batch:
+            raise ValueError(f"{len(self.instances)} instances and {len(self.row_pins)} lists of pins for a batch of {batch} rows")
+        self.count = np.zeros((len(self._rows), batch, self.geometry.n_kv), dtype=np.int64)
+        self.seen = [0] * batch
+        self.recorder = Recorder(self.geometry.kv_layers, batch, self.geometry.n_kv, device)
+
+    def _note_tokens(self, mask: Tensor | None, device: torch.device) -> None:
+        """Append the step's positions. A position is an index into the row's own text: padding, which only the model's
+        mask tells of, has none (-1) and moves nothing.
+        """
+        step, first = self.step, self.kept is None and not self.tail
+        shown = None if mask is None else self._shown(mask, first)
+        start = torch.tensor(self.seen, dtype=torch.int32, device=device)[:, None]
+        if shown is None:
+            real = [step.n] * self.batch
+            step.positions = start + torch.arange(step.n, dtype=torch.int32, device=device)
+        else:
+            step.padded, self.ragged, real = True, True, shown.sum(1).tolist()
+            step.positions = (start + shown.cumsum(1, dtype=torch.int32) - 1).masked_fill(~shown, -1)
+        self.tail.append(step.positions)
+        self.seen = [s + r for s, r in zip(self.seen, real)]
+        self.count += np.asarray(real)[None, :, None]
+        if self.window:
+            old = [] if self.window_positions is None else [self.window_positions]
+            self.window_positions = torch.cat([*old, step.positions], dim=1)[:, -self.window :]
+        if first:
+            self.prompt = list(self.seen)
+            self.pins = self._pin_table()
+
+    def _shown(self, mask: Tensor, first: bool) -> Tensor | None:
+        """bool [b n]: the step's columns that are no padding, read off the last query's row; None if all are real."""
+        n = self.step.n
+        mask = mask if mask.dtype == torch.bool else mask == 0
+        shown = mask[:, 0, -1, -n:].expand(self.batch, n)
+        if first:
+            plain = shown[:, None, None, :] & torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+            if mask.shape[1] != 1 or bool(((mask != plain) & shown[:, None, :, None]).any()):
+                raise ValueError("the attention mask hides more than padding and the future: kvprobe takes causal attention over a 2D padding mask")
+        if bool(shown.all()):
+            return None
+        if not bool(shown[:, -1].all()):
+            raise ValueError("the last column of a row is padding: kvprobe takes left padding, with every row ending at the same column")
+        return shown
+
+    def _pin_table(self) -> PinTable:
+        device = self.recorder.died.device
+        return PinTable([self.common_pins + tuple(p) for p in self.row_pins], self.geometry, device)
+
+    def _visible(self, row: int, device: torch.device) -> Tensor | None:
+        """bool [1|b 1|hkv n s]: which slots each query sees, or None when it is all of them."""
+        step = self.step
+        if not self.ragged:
+            if step.n > 1 and step.visible is None:
+                step.visible = torch.ones(step.n, self.physical, dtype=torch.bool, device=device).tril(self.physical - step.n)[None, None]
+            return None if step.n == 1 else step.visible.to(device)
+        tail = torch.cat(self.tail, dim=1)[:, None, None, :]
+        shown = tail >= 0
+        if self.kept is not None:
+            kept = self.kept[row][:, :, None, :] >= 0
+            shown = torch.cat([kept, shown.expand(-1, kept.shape[1], -1, -1)], dim=-1)
+        causal = torch.ones(step.n, self.physical, dtype=torch.bool, device=shown.device).tril(self.physical - step.n)
+        shown = shown & causal
+        if step.padded:  # a padding query sees itself, so that no row of the softmax is empty; its output is zeroed
+            own = torch.eye(step.n, dtype=torch.bool, device=shown.device)
+            shown = torch.cat([shown[..., : -step.n], shown[..., -step.n :] | own], dim=-1)
+        return shown.to(device)
+
+    def attend(self, module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float, dropout: float):
+        """Attention of one evicted layer, then whatever the policy needs from it, then the round if this was the last layer."""
+        layer_idx = module.layer_idx
+        row, layer = self._rows[layer_idx], self.layers[layer_idx]
+        if layer_idx == self.geometry.kv_layers[0]:
+            self._note_tokens(mask, query.device)
+        # nothing evicted yet, or one new token: the stock path, bit for bit
+        stock = not self.ragged and (self.step.n == 1 or keys.shape[-2] == self.step.n)
+        visible = None if stock and not self.policy.needs.attn_mass else self._visible(row, query.device)
+        if stock:
+            out = sdpa_attention_forward(module, query, keys, values, None, dropout=dropout, scaling=scaling)[0]
+        else:
+            out = att.attend(query, keys, values, visible, scaling, dropout)
+        if self.step.padded:
+            out = out.masked_fill((self.step.positions < 0)[:, :, None, None].to(out.device), 0.0)
+        self._observe(layer, query, keys, visible, scaling)
+        if layer_idx == self.geometry.kv_layers[-1]:
+            self._leave()
+        return out, None
+
+    def _observe(self, layer: EvictionLayer, query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float) -> None:
+        layer.scaling = scaling
+        if self.window:
+            new = query[:, :, -self.window :]
+            old = layer.queries
+            if old is not None and new.shape[2] < self.window:
+                new = torch.cat([old[:, :, -(self.window - new.shape[2]) :], new], dim=2)
+            layer.queries = new.clone()  # a slice would keep the whole forward's queries alive
+        if self.policy.needs.attn_mass:
+            every = visible if visible is not None else torch.ones(1, 1, 1, keys.shape[-2], dtype=torch.bool, device=keys.device)
+            real_query = (self.step.positions >= 0)[:, None, :, None].to(keys.device)
+            mass = att.attention_mass(query, keys, every.expand(self.batch, -1, self.step.n, -1) & real_query, scaling)
+            old = layer.columns.get("attn_mass")
+            if old is not None:
+                mass[..., : old.shape[-1]] += old
+            layer.columns["attn_mass"] = mass
+
+    # -- one round --------------------------------------------------------------------------------------------------
+
+    def _charged(self) -> np.ndarray:
+        """Entries that count against the plan [l b hkv]; pins on top of the budget do not."""
+        if not self.plan.pins_free:
+            return self.count
+        return self.count - self._held()
+
+    def _held(self):
+        boundary = [s - self.plan.buffer for s in self.seen]
+        return self.pins.held_before(boundary, self.prompt, self.seen)
+
+    def _leave(self) -> None:
+        """The last evicted layer's attention is done: close the step and fire what is due."""
+        self.step.done = True
+        charged = self._charged().max(axis=(0, 2))
+        if self.plan.schedule == "rounds":
+            due = charged >= self.plan.fires_at
+        else:
+            due = (charged > self.plan.keep) & (not self.closed)
+            self.closed = True
+        if due.any():
+            self._round(due)
+
+    def _surplus(self, due: np.ndarray) -> np.ndarray:
+        """How many candidates go, [l b hkv]."""
+        target = self.plan.keep + (self._held() if self.plan.pins_free else 0)
+        surplus = np.maximum(self.count - self.plan.buffer - target, 0)
+        return np.where(due[None, :, None], surplus, 0)
+
+    def _round(self, due: np.ndarray) -> None:
+        positions = self.positions
+        candidates = positions.shape[-1] - self.plan.buffer
+        surplus = self._surplus(due)
+        real = positions[..., :candidates] >= 0 if self.ragged else None
+        score = torch.stack([self.policy.score(view).to(positions.device) for view in self._views(positions, candidates)])
+        score = score if score.dtype == torch.float64 else score.to(torch.float32)
+        bias = self.pins.bias(positions[..., :candidates], self.prompt, self.seen)
+        every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
+        on_device = torch.as_tensor(surplus, device=score.device)
+        if bias is not None or not bool(torch.isfinite(score).all()):
+            not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
+            score = evict.biased(score.masked_fill(not_due, 0.0), None if bias is None else bias.masked_fill(not_due, 0.0),
+                                 on_device, every.expand_as(score), sites=f" (layers {list(self._rows)}, policy {self.policy})")
+        same = int(surplus.flat[0]) if (surplus == surplus.flat[0]).all() else on_device
+        gone = evict.evicted(score, same, real)
+        self._compact(positions, gone, surplus, due)
+
+    def _views(self, positions: Tensor, candidates: int):
+        """One read-only view per evicted layer."""
+        device = positions.device
+        now, rounds = (torch.tensor(x, device=device) for x in (self.seen, [len(f) for f in self.recorder.fired]))
+        rand = self._draws(positions[..., :candidates], rounds)
+        for i, number in enumerate(self._rows):
+            layer = self.layers[number]
+            at = layer.keys.device
+            yield CacheView(
+                layer=number, positions=positions[i, ..., :candidates].to(at), keys=layer.keys[:, :, :candidates],
+                values=layer.values[:, :, :candidates], now=now.to(at), round=rounds.to(at), keep=self.plan.keep,
+                buffer=self.plan.buffer, scaling=layer.scaling, queries=layer.queries,
+                query_positions=self.window_positions.to(at) if self.window else None,
+                columns={name: column[..., :candidates] for name, column in layer.columns.items()},
+                rand=lambda *a, _i=i, **k: rand(_i, *a, **k).to(at),
+                banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device), self.prompt, self.seen).to(start.device))
+
+    def _draws(self, positions: Tensor, rounds: Tensor):
+        """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).
+
+        `shared` leaves the KV head out (one draw for all heads of a layer); `counters` [b hkv c] replaces positions.
+        """
+        device = positions.device
+        instance = torch.tensor(self.instances, device=device)[None, :, None]
+        layers = torch.tensor(list(self._rows), device=device)[:, None, None]
+        heads = torch.arange(self.geometry.n_kv, device=device)[None, None, :]
+        made: dict = {}
+
+        def rand(i: int, shared: bool = False, counters: Tensor | None = None) -> Tensor:
+            if shared not in made:
+                made[shared] = draws.key(self.seed, instance, layers, heads * 0 - 1 if shared else heads, rounds[None, :, None])[..., None]
+            if counters is not None:
+                return draws.uniform(made[shared][i], counters.to(device))
+            if (shared, "all") not in made:  # all layers at once: a call per layer costs more than the arithmetic
+                made[shared, "all"] = draws.uniform(made[shared], positions)
+            return made[shared, "all"][i]
+
+        return rand
+
+    def _compact(self, positions: Tensor, gone: Tensor, surplus: np.ndarray, due: np.ndarray) -> None:
+        """Log the evicted, then move the survivors of each layer together; a layer's old tensors go as they are replaced."""
+        n_buffer = positions.shape[-1] - gone.shape[-1]
+        self.recorder.reserve(max(self.seen))
+        rounds = torch.tensor([len(f) for f in self.recorder.fired], device=gone.device)
+        self.recorder.record(gone, positions[..., : gone.shape[-1]], rounds)
+        for b in np.flatnonzero(due):
+            self.recorder.fired[b].append(self.seen[b])
+        keep = torch.cat([~gone, gone.new_ones(*gone.shape[:-1], n_buffer)], dim=-1)
+        if self.ragged:
+            keep &= positions >= 0
+        self.count = self.count - surplus
+        width = int(self.count.max())
+        if (self.count == width).all():
+            slots, self.ragged = evict.slots_kept(keep, width), False
+            kept = positions.reshape(-1).index_select(0, slots).view(*keep.shape[:-1], width)
+        else:
+            self.ragged = True
+            slots, real = evict.slots_padded(keep, width)
+            kept = positions.reshape(-1).index_select(0, slots).view(real.shape).masked_fill(~real, -1)
+        self.kept, self.tail = kept, []
+        slots = slots.view(len(self._rows), -1)
+        per_layer = keep[0].numel()
+        for i, number in enumerate(self._rows):
+            layer, own = self.layers[number], slots[i] - i * per_layer
+            layer.keys = evict.take(layer.keys, own, width)
+            layer.values = evict.take(layer.values, own, width)
+            layer.columns = {name: evict.take(column, own, width) for name, column in layer.columns.items()}
+
+
+def attention_forward(module, query, key, value, attention_mask, kvprobe_cache=None, scaling=None, dropout=0.0, **kwargs):
+    """The attention function behind `attn_implementation="kvprobe"`: stock sdpa unless an evicting cache is at work."""
+    if kvprobe_cache is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kvprobe_cache.attend(module, query, key, value, attention_mask, scaling, dropout)
+
+
+def register() -> None:
+    """Tell transformers about the attention function. Its mask function goes with it: without one, masks are lost silently."""
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)

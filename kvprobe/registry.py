@@ -1,0 +1,68 @@
+"""Finds policies, probes and figures by scanning their folders; a user's own file is as good as one of ours."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+FOLDERS = {"policy": "kvprobe.policies", "probe": "kvprobe.probes", "figure": "kvprobe.figures"}
+MARKS = {"policy": "POLICY", "probe": "CONFIG", "figure": "READS"}
+
+
+def available(kind: str) -> dict[str, str]:
+    """Names of the installed policies, probes or figures with the first line of their docstring."""
+    package = importlib.import_module(FOLDERS[kind])
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    return {name: _first_line(name, package) for name in names}
+
+
+def _first_line(name: str, package: ModuleType) -> str:
+    """Read without importing: `kvprobe list` should not load torch for a line of text."""
+    import ast
+
+    source = Path(next(iter(package.__path__)), name + ".py")
+    doc = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+    return doc.splitlines()[0] if doc else ""
+
+
+def find(kind: str, name: str) -> ModuleType:
+    """The module of a policy, probe or figure by name, or of a user's own file by path (ending in .py).
+
+    Raises ValueError naming what is allowed.
+    """
+    if name.endswith(".py"):
+        return _from_file(kind, Path(name))
+    if name not in available(kind):
+        raise ValueError(f"{kind} {name!r} is unknown; known: {', '.join(available(kind))}, or the path of a .py file")
+    return importlib.import_module(f"{FOLDERS[kind]}.{name}")
+
+
+def _from_file(kind: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"{kind} file {path} does not exist")
+    spec = importlib.util.spec_from_file_location(f"kvprobe_user_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{kind} file {path} does not load: {type(error).__name__}: {error}") from error
+    if not hasattr(module, MARKS[kind]):
+        raise ValueError(f"{kind} file {path} defines no {MARKS[kind]}")
+    return module
+
+
+def make_policy(name, options: dict | None = None):
+    """A policy from its name or file and options; an instance is passed through. Raises ValueError for unknown options."""
+    if not isinstance(name, str):
+        return name
+    policy = find("policy", name).POLICY
+    known = [f.name for f in fields(policy)]
+    unknown = sorted(set(options or ()) - set(known))
+    if unknown:
+        has = f"its options are: {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"policy {name!r} has no option {', '.join(map(repr, unknown))}; {has}")
+    return policy(**(options or {}))

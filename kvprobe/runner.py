@@ -1,0 +1,256 @@
+"""From settings to a finished run: config -> model -> session -> batches -> rows -> report -> figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from . import registry
+from .results import RunFolder, canonical, digest, read_manifest
+
+VERSIONS = ("kvprobe", "torch", "transformers", "tokenizers", "numpy", "scipy", "nnsight", "transformer-lens", "pandas", "seaborn")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of an instrument: what was measured, against which threshold. passed is None where it does not apply."""
+
+    name: str
+    passed: bool | None
+    measured: str
+    threshold: str
+
+    def line(self) -> str:
+        mark = {True: "ok  ", False: "FAIL", None: "n/a "}[self.passed]
+        return f"  [{mark}] {self.name}: {self.measured} (wanted: {self.threshold})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a probe prints when its rows are complete. table: one row per condition; manifest: facts to be kept."""
+
+    title: str
+    table: object
+    text: str
+    checks: list[Check] = field(default_factory=list)
+    manifest: dict = field(default_factory=dict)
+
+
+class Run:
+    """A finished run: `rows` (DataFrame, long format), `table` (per condition), `checks`, `figure()`, `path`, `manifest`."""
+
+    def __init__(self, path: Path, rows, manifest: dict):
+        self.path, self.rows, self.manifest = Path(path), rows, manifest
+
+    @staticmethod
+    def read(path: str | os.PathLike) -> Run:
+        """Open a run's folder; an unfinished run gives the rows it has. Damaged rows are left out and said."""
+        manifest = read_manifest(path)
+        folder = RunFolder(path, manifest["settings"])
+        folder.said = []
+        lines, broken = folder._read_rows()
+        folder.lines = lines
+        if broken:
+            print(f"kvprobe: {broken} unreadable lines in {Path(path) / 'rows.jsonl'} were left out", file=sys.stderr)
+        return Run(Path(path), folder.rows(), manifest)
+
+    @property
+    def checks(self) -> list[Check]:
+        return [Check(**c) for c in self.manifest.get("checks", [])]
+
+    @property
+    def ok(self) -> bool:
+        """No check failed."""
+        return all(c.passed is not False for c in self.checks)
+
+    @property
+    def table(self):
+        """One row per condition, as printed."""
+        return registry.find("probe", self.manifest["settings"]["probe"]).report_table(self.rows, self.manifest)
+
+    def figure(self, name: str | None = None):
+        """A figure of the run as a matplotlib Figure; the first one that reads this probe unless named."""
+        names = figures_of(self.manifest["settings"]["probe"])
+        module = registry.find("figure", name or names[0])
+        if module.READS != Path(self.manifest["settings"]["probe"]).stem:
+            raise ValueError(f"figure {name!r} reads {module.READS!r}; figures of this run: {names}")
+        return module.draw(module.reduce(self.rows, self.manifest), self.manifest)
+
+    def __repr__(self) -> str:
+        return f"Run({self.path}, {self.manifest.get('status')}, {len(self.rows)} rows)"
+
+
+def figures_of(probe: str) -> list[str]:
+    """Names of the installed figures that read a probe's rows."""
+    return [n for n in registry.available("figure") if registry.find("figure", n).READS == Path(probe).stem]
+
+
+def configure(probe: str, preset: str, given: dict):
+    """The probe's config: the preset with `given` fields replaced. Raises ValueError naming unknown fields and presets."""
+    module = registry.find("probe", probe)
+    if preset not in module.PRESETS:
+        raise ValueError(f"preset {preset!r} is unknown; known: {', '.join(module.PRESETS)}")
+    known = [f.name for f in dataclasses.fields(module.CONFIG)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"probe {probe!r} has no field {', '.join(map(repr, unknown))}; its fields are: {', '.join(known)}")
+    given = dict(given)
+    if given.get("keep_ratio") is not None:
+        given.setdefault("keep", None)  # the preset's keep gives way, a keep that was asked for does not
+    if "policy" in given:
+        given.setdefault("policy_options", {})
+    return dataclasses.replace(module.PRESETS[preset], **given)
+
+
+def settings_of(probe: str, preset: str, config) -> dict:
+    return {"probe": probe, "preset": preset} | dataclasses.asdict(config)
+
+
+def run(probe: str, *, preset: str = "demo", out: str | os.PathLike | None = None, progress: bool = True,
+        say: Callable[[str], None] | None = None, **fields) -> Run:
+    """Run a probe, or resume it, or return it if it is finished.
+
+    probe: a name of `kvprobe list` or a .py file. preset: "smoke", "demo" or "paper"; fields replace the preset's.
+    out: the folder; default runs/NAME-PRESET-HASH, where the hash is of all settings. Raises ValueError for bad input
+    before any work.
+    """
+    say = say or (lambda text: None)
+    config = configure(probe, preset, fields)
+    settings = settings_of(probe, preset, config)
+    name = f"{Path(probe).stem}-{preset}-{digest(canonical(settings))[:8]}"
+    folder = RunFolder(out or Path("runs") / name, settings)
+    if folder.finished:
+        return _resume_finished(folder, say)
+    return _compute(registry.find("probe", probe), config, folder, progress, say)
+
+
+def _resume_finished(folder: RunFolder, say) -> Run:
+    """Show what is there, unless a file of it was damaged since."""
+    folder.open()
+    try:
+        whole = not folder.said and folder.manifest["batches"] == len(folder.lines)
+        rows = folder.rows()
+    finally:
+        folder.close()
+    if whole:
+        say(f"already finished: {folder.path}")
+        return Run(folder.path, rows, folder.manifest)
+    folder.manifest["status"] = "running"
+    probe = folder.settings["probe"]
+    module = registry.find("probe", probe)
+    given = {k: v for k, v in folder.settings.items() if k not in ("probe", "preset")}
+    return _compute(module, module.CONFIG(**given), folder, True, say)
+
+
+def _compute(module, config, folder: RunFolder, progress: bool, say) -> Run:
+    import torch
+    from tqdm import tqdm
+
+    from .models import load
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    started = time.time()
+    model = load(config.model, device=config.device, dtype=config.dtype, device_map=config.device_map)
+    session = module.start(config, model)
+    _same_model(folder, model)
+    folder.open(session.bytes_needed)
+    try:
+        for line in folder.said:
+            say(line)
+        folder.write_manifest(status="running", batches=session.n_batches, **environment(model), **session.facts())
+        missing = [i for i in range(session.n_batches) if i not in folder.lines]
+        total = sum(session.tokens(i) for i in missing)
+        with tqdm(total=total, unit="tok", unit_scale=True, desc=folder.path.name, disable=not progress or not missing,
+                  mininterval=0.5 if sys.stderr.isatty() else 15) as bar:
+            for i in missing:
+                rows, log, members = session.compute(i, folder.rows, bar.update)
+                folder.append(i, rows, log, members)
+        rows = folder.rows()
+        report = session.report(rows, folder)
+        folder.write_manifest(checks=[dataclasses.asdict(c) for c in report.checks], **report.manifest,
+                              rows_sha256=digest((folder.path / "rows.jsonl").read_text(encoding="utf-8")))
+        save_figures(Run(folder.path, rows, folder.manifest))
+        folder.write_manifest(status="finished", seconds=round(folder.manifest.get("seconds", 0) + time.time() - started, 1))
+        done = Run(folder.path, rows, folder.manifest)
+    finally:
+        folder.close()
+    return done
+
+
+def _same_model(folder: RunFolder, model) -> None:
+    theirs = folder.manifest.get("model", {}).get("fingerprint")
+    if theirs is not None and theirs != model.fingerprint:
+        raise ValueError(f"{folder.path} was begun with a model of fingerprint {theirs}, {model.name} now has {model.fingerprint}: its rows cannot be continued")
+
+
+def save_figures(run_: Run, names: list[str] | None = None) -> list[Path]:
+    """Draw figures of a run into its folder as .png and .pdf."""
+    saved = []
+    for name in names or figures_of(run_.manifest["settings"]["probe"]):
+        figure = run_.figure(name)
+        stem = Path(name).stem
+        for suffix in (".png", ".pdf"):
+            path = run_.path / "figures" / (stem + suffix)
+            figure.savefig(path, dpi=160)
+            saved.append(path)
+    return saved
+
+
+def environment(model) -> dict:
+    """Everything about model and machine that a number could depend on."""
+    import torch
+
+    g = model.geometry
+    parameter = next(model.model.parameters())
+    return {
+        "versions": {name: _version(name) for name in VERSIONS} | {"python": platform.python_version()},
+        "machine": {"system": platform.system(), "processor": platform.machine(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+                    "device": str(model.device), "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None},
+        "threads": torch.get_num_threads(),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "attention_function": model.model.config._attn_implementation,
+        "model": {"name": model.name, "class": type(model.model).__name__, "fingerprint": model.fingerprint, "layers": g.n_layers,
+                  "query_heads": g.n_q, "kv_heads": g.n_kv, "head_size": g.d_head, "evicted_layers": len(g.kv_layers),
+                  "skipped_layers": {str(k): v for k, v in g.skipped.items()}, "context": model.context},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def rerun(manifest_path: str | os.PathLike, *, out: str | os.PathLike, progress: bool = True, say=None) -> Run:
+    """Run again what a manifest describes, into another folder, and say whether rows and versions are the same."""
+    say = say or (lambda text: None)
+    manifest = read_manifest(manifest_path)
+    settings = dict(manifest["settings"])
+    probe, preset = settings.pop("probe"), settings.pop("preset")
+    for name, theirs in manifest.get("versions", {}).items():
+        ours = platform.python_version() if name == "python" else _version(name)
+        if ours != theirs:
+            say(f"{name} is {ours} here, the manifest has {theirs}: rows may differ in their last digits")
+    if manifest.get("threads") and not settings.get("threads"):
+        import torch
+
+        torch.set_num_threads(manifest["threads"])
+    module = registry.find("probe", probe)
+    config = module.CONFIG(**settings)
+    folder = RunFolder(out, settings_of(probe, preset, config))
+    again = _resume_finished(folder, say) if folder.finished else _compute(module, config, folder, progress, say)
+    if manifest.get("model", {}).get("fingerprint") not in (None, again.manifest["model"]["fingerprint"]):
+        say("the model is another one: its fingerprint differs from the manifest's")
+    if "rows_sha256" in manifest:
+        same = manifest["rows_sha256"] == again.manifest["rows_sha256"]
+        say("rows are identical to the manifest's" if same else "rows differ from the manifest's")
+    return again

@@ -1,0 +1,155 @@
+"""The named types that every part shares: geometry, plan, needs, and what a policy sees.
+
+Axes are always in this order: l layer, b batch row, hq/hkv query or KV head, g query heads per KV head,
+n query, s slot, c candidate, k kept, p absolute position, d head size. Words: `slot` is an index in a cache now,
+`position` a token's index for ever, `round` one eviction event, `site` a (layer, KV head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a model's attention looks like.
+
+    kv_layers: the layers, in the model's own numbering, whose cache grows with the text and can be evicted.
+    skipped: every other layer with the reason it is left to transformers.
+    """
+
+    n_layers: int
+    n_q: int
+    n_kv: int
+    d_head: int
+    d_model: int
+    kv_layers: tuple[int, ...]
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.n_q // self.n_kv
+
+    def check_site(self, layer: int, head: int) -> None:
+        """Raise ValueError unless (layer, head) is a site whose cache can be evicted; the message names the valid range."""
+        if not 0 <= head < self.n_kv:
+            raise ValueError(f"KV head {head} is out of range: this model has KV heads 0..{self.n_kv - 1}")
+        if layer in self.skipped:
+            raise ValueError(f"layer {layer} keeps no growing cache ({self.skipped[layer]}); layers that do: {list(self.kv_layers)}")
+        if layer not in self.kv_layers:
+            raise ValueError(f"layer {layer} is out of range: this model has layers 0..{self.n_layers - 1}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is kept, and when.
+
+    keep: entries per KV head that survive a round, pins included, the buffer not (K; at prompt end B).
+    buffer: the newest entries, never scored (r). A round fires after the step at which a row holds keep + 2 * buffer entries.
+    pins_free: pinned entries come on top of `keep` instead of counting inside it.
+    schedule: "rounds" (decode time, Random Attention sec. 3 and app. F) or "prompt_end" (one round after the first forward).
+    """
+
+    keep: int
+    buffer: int = 64
+    pins_free: bool = False
+    schedule: Literal["rounds", "prompt_end"] = "rounds"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("rounds", "prompt_end"):
+            raise ValueError(f"schedule {self.schedule!r} is unknown; known: 'rounds', 'prompt_end'")
+        if self.keep < 1:
+            raise ValueError(f"keep={self.keep} must be at least 1 entry per KV head")
+        if self.schedule == "rounds" and self.buffer < 1:
+            raise ValueError(f"buffer={self.buffer} must be at least 1 token: the newest token has no score yet")
+        if self.schedule == "prompt_end" and self.buffer != 0:
+            raise ValueError(f"buffer={self.buffer} has no meaning at prompt end, use buffer=0 and a WindowPin")
+
+    @property
+    def fires_at(self) -> int:
+        """Entries of a row at which a round is due (K + 2r)."""
+        return self.keep + 2 * self.buffer
+
+    @staticmethod
+    def resolve_keep(keep: int | None, keep_ratio: float | None, length: int | None) -> int:
+        """One absolute budget from either form.
+
+        keep_ratio is a fraction of `length` [tokens]; exactly one of keep and keep_ratio must be given.
+        """
+        if keep is None and keep_ratio is None:
+            raise ValueError("give keep (entries per KV head) or keep_ratio (a fraction of the text's length)")
+        if keep is not None and keep_ratio is not None:
+            raise ValueError(f"give keep={keep} or keep_ratio={keep_ratio}, not both")
+        if keep is not None:
+            return keep
+        if not 0 < keep_ratio <= 1:
+            raise ValueError(f"keep_ratio={keep_ratio} must be in (0, 1]")
+        if length is None:
+            raise ValueError("keep_ratio needs the text's length in tokens")
+        return max(1, round(keep_ratio * length))
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the engine must hand to a policy's `score`.
+
+    window: post-RoPE queries of the newest tokens, this many [tokens]; -1 means as many as the buffer holds.
+    attn_mass: attention each entry received since it came, as `view.columns["attn_mass"]`.
+    """
+
+    window: int = 0
+    attn_mass: bool = False
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """What a policy may read about one layer at one round. Read-only; c counts candidates, oldest first.
+
+    positions [b hkv c] is -1 where a row holds fewer entries than the widest one; such slots are never counted, and
+    whatever a policy scores them is ignored. keys and values are post-RoPE, as attention sees them.
+    queries [b hq w d] with query_positions [b w] (negative: padding) when the policy needs a window.
+    now [b]: tokens each row has seen; round [b]: rounds each row has had before this one.
+    banned(start, stop) [b hkv c] counts the positions of start..stop that a pin bans at each site.
+    """
+
+    layer: int
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    now: Tensor
+    round: Tensor
+    keep: int
+    buffer: int
+    scaling: float
+    queries: Tensor | None
+    query_positions: Tensor | None
+    columns: Mapping[str, Tensor]
+    rand: Callable[..., Tensor]
+    banned: Callable[[Tensor, Tensor], Tensor]
+
+    @property
+    def real(self) -> Tensor:
+        """[b hkv c] True where a slot holds an entry."""
+        return self.positions >= 0
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """A frozen dataclass whose fields are its hyper-parameters; exported by its file as POLICY."""
+
+    needs: Needs
+
+    def score(self, view: CacheView) -> Tensor:
+        """[b hkv c], finite, higher is kept. Pins are none of a policy's business."""
+        ...
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of scores: float32, or float64 for a float64 model."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
