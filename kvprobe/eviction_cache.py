@@ -172,10 +172,11 @@ class EvictionCache(DynamicCache):
     @property
     def positions(self) -> Tensor:
         """[l b hkv s]: the position of every slot of the evicted layers, -1 where a slot holds no entry."""
-        tail = torch.cat(self.tail, dim=1)
+        if self.recorder is None:
+            raise ValueError("the cache is empty: no forward has used it yet")
         shape = (len(self._rows), self.batch, self.geometry.n_kv, -1)
-        tail = tail[None, :, None, :].expand(shape)
-        return tail if self.kept is None else torch.cat([self.kept, tail], dim=-1)
+        kept = [] if self.kept is None else [self.kept]
+        return torch.cat([*kept, *(t[None, :, None, :].expand(shape) for t in self.tail)], dim=-1)
 
     @property
     def room(self) -> int | None:

@@ -1,0 +1,43 @@
+"""Random tiny models of several architectures, built from configs."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import transformers
+
+import kvprobe
+
+VOCABULARY = 97
+BASE = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False,
+            initializer_range=0.25)  # wide, so that attention is far from uniform and greedy text is not constant
+SLIDING = dict(sliding_window=8, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
+LINEAR = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
+              linear_key_head_dim=8, linear_value_head_dim=8)
+KINDS = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", dict(sliding_window=None)),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=None)),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", SLIDING | dict(query_pre_attn_scalar=8)),
+    "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", LINEAR),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
+    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(num_local_experts=2, num_experts_per_tok=1)),
+}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes):
+    """A stock transformers model with random weights."""
+    config, model, own = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = getattr(transformers, model)(getattr(transformers, config)(**(BASE | own | changes)))
+    return made.to(dtype).eval().requires_grad_(False)
+
+
+def pair(kind: str, dtype: torch.dtype = torch.float64, **changes):
+    """(kvprobe Model, stock twin that kvprobe never touched)."""
+    stock = build(kind, dtype, **changes)
+    return kvprobe.prepare(copy.deepcopy(stock)), stock
