@@ -41,8 +41,8 @@ def draw(table: pd.DataFrame, manifest: dict):
         ax.set_ylabel(label)
     _label(axes, table)
     figure.suptitle(f"What a planted fact is worth by the KV heads that hold it (n = {int(table.n.max())})", fontsize=11)
-    figure.text(0.5, -0.01, footer(manifest), ha="center", va="top", fontsize=7.5, color="0.3")
-    figure.get_layout_engine().set(rect=(0, 0.07, 1, 0.93))
+    figure.text(0.5, 0.01, footer(manifest), ha="center", va="bottom", fontsize=7.5, color="0.3")
+    figure.get_layout_engine().set(rect=(0, 0.06, 1, 0.94))
     return figure
 
 
@@ -75,7 +75,7 @@ def _label(axes, table: pd.DataFrame) -> None:
 
 
 def _tick(condition: str) -> str:
-    return {"kept": "all\n(kept)", "deleted": "none\n(deleted)", "natural": "natural", "full": "full\ncache"}.get(condition, condition)
+    return {"kept": "all\n(kept)", "deleted": "none\n(deleted)", "natural": "natural\n(no pins)", "full": "full\ncache"}.get(condition, condition)
 
 
 def footer(manifest: dict) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -58,16 +58,20 @@ def parse(text: str, geometry: Geometry, layers: str = "all") -> tuple[list[Cond
     kept, deleted and full are always there: recall and the checks need them.
     """
     inside = parse_layers(layers, geometry)
-    found: dict[object, Condition] = {}
-    best: dict[str, int] = {}
     words = [w.strip() for w in text.split(",") if w.strip()]
-    for word in [*words, "kept", "deleted", "full"]:
-        if word in BEST:
-            best[word] = BEST[word]
-            continue
-        for condition in _expand(word, geometry, inside):
-            found.setdefault((condition.sites, condition.evicts), condition)
-    return sorted(found.values(), key=_order), best
+    best = {word: BEST[word] for word in words if word in BEST}
+    for size in best.values():
+        choose(size, geometry, inside)  # refuse sets that the model cannot have before anything runs
+    plain = [word for word in words if word not in BEST]
+    return unique(c for word in [*plain, "kept", "deleted", "full"] for c in _expand(word, geometry, inside)), best
+
+
+def unique(found: Iterable[Condition]) -> list[Condition]:
+    """In order of how much they hold, each set of sites once (all heads of all layers is "kept" by any name)."""
+    first: dict[object, Condition] = {}
+    for condition in found:
+        first.setdefault((condition.sites, condition.evicts), condition)
+    return sorted(first.values(), key=_order)
 
 
 def _expand(word: str, geometry: Geometry, inside: tuple[int, ...]) -> list[Condition]:

@@ -150,6 +150,8 @@ def embedded_folder() -> Path:
         raise ValueError(f"the cache folder {root} cannot be made ({error}); set KVPROBE_CACHE to a folder that can") from error
     with FileLock(str(root / "smollm2.lock")):
         if not (done / "config.json").is_file():
+            for left in root.glob("part-*"):  # of a fetch that was killed
+                shutil.rmtree(left, ignore_errors=True)
             with tempfile.TemporaryDirectory(dir=root, prefix="part-") as part:
                 made = _dequantise(_fetch(root), Path(part))
                 os.replace(made, done)  # a killed run leaves no half model behind
@@ -195,18 +197,18 @@ def _sha256(path: Path) -> str:
 
 
 def tiny(dtype: torch.dtype = torch.float32, seed: int = 0):
-    """A random Llama (2 layers, 4 query and 2 KV heads) with a tokenizer of one token per byte; seconds, no download."""
+    """A random Llama (2 layers, 4 query and 2 KV heads) with a tokenizer of about one token per byte; no download."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)} | {"<s>": len(letters)}, merges=[]))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Le", "Let"]  # one merged word: the second box has 17 letters
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate([*tokens, "<s>"])}, merges=[("L", "e"), ("Le", "t")]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<s>", pad_token="<s>")
-    config = LlamaConfig(vocab_size=len(letters) + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=16, max_position_embeddings=8192, bos_token_id=len(letters),
-                         eos_token_id=len(letters), pad_token_id=len(letters), tie_word_embeddings=False)
+    config = LlamaConfig(vocab_size=len(tokens) + 1, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=16, max_position_embeddings=8192, bos_token_id=len(tokens),
+                         eos_token_id=len(tokens), pad_token_id=len(tokens), tie_word_embeddings=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +48,7 @@ def _from_file(kind: str, path: Path) -> ModuleType:
         raise ValueError(f"{kind} file {path} does not exist")
     spec = importlib.util.spec_from_file_location(f"kvprobe_user_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and inspect look a class's module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -53,6 +56,11 @@ def _from_file(kind: str, path: Path) -> ModuleType:
     if not hasattr(module, MARKS[kind]):
         raise ValueError(f"{kind} file {path} defines no {MARKS[kind]}")
     return module
+
+
+def source_hash(kind: str, name: str) -> str:
+    """16 hex digits of the hash of the file that defines it."""
+    return hashlib.sha256(Path(find(kind, name).__file__).read_bytes()).hexdigest()[:16]
 
 
 def make_policy(name, options: dict | None = None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import sys
@@ -160,12 +161,13 @@ def _compute(module, config, folder: RunFolder, progress: bool, say) -> Run:
     started = time.time()
     model = load(config.model, device=config.device, dtype=config.dtype, device_map=config.device_map)
     session = module.start(config, model)
-    _same_model(folder, model)
+    facts = session.facts() | {"model": environment(model)["model"]}
+    _same_input(folder, facts)
     folder.open(session.bytes_needed)
     try:
         for line in folder.said:
             say(line)
-        folder.write_manifest(status="running", batches=session.n_batches, **environment(model), **session.facts())
+        folder.write_manifest(status="running", batches=session.n_batches, **(environment(model) | facts))
         missing = [i for i in range(session.n_batches) if i not in folder.lines]
         total = sum(session.tokens(i) for i in missing)
         with tqdm(total=total, unit="tok", unit_scale=True, desc=folder.path.name, disable=not progress or not missing,
@@ -185,10 +187,13 @@ def _compute(module, config, folder: RunFolder, progress: bool, say) -> Run:
     return done
 
 
-def _same_model(folder: RunFolder, model) -> None:
-    theirs = folder.manifest.get("model", {}).get("fingerprint")
-    if theirs is not None and theirs != model.fingerprint:
-        raise ValueError(f"{folder.path} was begun with a model of fingerprint {theirs}, {model.name} now has {model.fingerprint}: its rows cannot be continued")
+def _same_input(folder: RunFolder, facts: dict) -> None:
+    """Refuse to go on with rows that were made from another model, policy file or filler under the same name."""
+    for name, now in json.loads(json.dumps(facts)).items():
+        then = folder.manifest.get(name, now)
+        if then != now:
+            parts = [k for k in now if then.get(k) != now[k]] if isinstance(now, dict) else []
+            raise ValueError(f"{folder.path} was begun with another {name} ({', '.join(parts)} differ): its rows cannot be continued, choose another --out")
 
 
 def save_figures(run_: Run, names: list[str] | None = None) -> list[Path]:

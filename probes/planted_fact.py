@@ -153,11 +153,10 @@ class Session:
         inside = conditions.parse_layers(self.config.layers, self.model.geometry)
         if stage == "rank":
             ends = [c for c in self.conditions if c.name in ("kept", "deleted")]
-            return ends + [c for size in self.best.values() for c in conditions.choose(size, self.model.geometry, inside)]
+            return conditions.unique(ends + [c for size in self.best.values() for c in conditions.choose(size, self.model.geometry, inside)])
         if not self.best or rows is None:
             return self.conditions
-        chosen = [c for size in self.best.values() for c in self._ranked(rows(), size, inside)]
-        return list({(c.sites, c.evicts): c for c in [*self.conditions, *chosen]}.values())
+        return conditions.unique(self.conditions + [c for size in self.best.values() for c in self._ranked(rows(), size, inside)])
 
     def _ranked(self, rows: pd.DataFrame, size: int, inside: tuple[int, ...]) -> list[conditions.Condition]:
         logp = _wide(rows[rows.stage == "rank"], "logp")
@@ -177,7 +176,7 @@ class Session:
         s = self.scripts[0]
         return {
             "plan": {"keep": self.plan.keep, "buffer": self.plan.buffer, "fires_at": self.plan.fires_at, "pins_free": self.plan.pins_free},
-            "policy": {"name": self.config.policy, "fields": {k: getattr(self.policy, k) for k in getattr(self.policy, "__dataclass_fields__", {})}},
+            "policy": {"name": self.config.policy, "sha256": registry.source_hash("policy", self.config.policy), "fields": {k: getattr(self.policy, k) for k in getattr(self.policy, "__dataclass_fields__", {})}},
             "script": {"tokens": len(s.ids), "stub": s.stub, "box": s.box, "value_in_box": s.value_in_box, "answer": s.answer,
                        "age": s.answer[0] - s.box[0], "filler_sha256": self.filler_hash, "hashes": {str(x.instance): x.sha256 for x in self.scripts},
                        "facts": {str(x.instance): f"{x.variable} = {x.value}" for x in self.scripts}},
