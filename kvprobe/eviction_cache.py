@@ -96,12 +96,13 @@ class EvictionCache(DynamicCache):
         self._rows = {layer: i for i, layer in enumerate(geometry.kv_layers)}
         for layer in geometry.kv_layers:
             self.layers[layer] = EvictionLayer()
-        self.common_pins, self.row_pins, self.instances = tuple(pins), row_pins, instances
+        self.common_pins, self._given = tuple(pins), (row_pins, instances)
         PinTable([self.common_pins, *(row_pins or ())], geometry, torch.device("cpu"))  # refuse bad sites now
         self.window = plan.buffer if policy.needs.window == -1 else policy.needs.window
         self._clear()
 
     def _clear(self) -> None:
+        self.row_pins, self.instances = self._given  # rows may have been selected or repeated since
         self.kept: Tensor | None = None  # positions [l b hkv k] of the entries the last round left, -1 for none
         self.tail: list[Tensor] = []  # positions [b n] of the steps since
         self.window_positions: Tensor | None = None  # positions [b w] of the newest tokens, when the policy scores by their queries
@@ -213,6 +214,7 @@ class EvictionCache(DynamicCache):
         if row_pins is not None:
             new.row_pins = [tuple(pins) for pins in row_pins]
             new.pins = new._pin_table()
+        new._given = new.row_pins, new.instances
         return new
 
     # -- one step ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .pins import Pin
+from .pins import Pin, WindowPin
 
 ALIVE = np.iinfo(np.int32).max
 """Round of an entry that was never evicted."""
@@ -145,27 +145,32 @@ def audit(log: KeepLog, row: int, pins: Sequence[Pin], prompt: int = 0) -> list[
     taken nothing but banned ones.
     """
     wrong = []
-    for pin in pins:
-        if pin.sites is None and type(pin).__name__ == "WindowPin":
-            continue  # moves with the text: the round itself refuses to evict it
-        start, stop = pin.interval(prompt, log.length[row])
-        for i, layer in enumerate(log.layers):
-            for head in range(log.died.shape[2]):
-                died = log.died[i, row, head]
+    for i, layer in enumerate(log.layers):
+        for head in range(log.died.shape[2]):
+            died = log.died[i, row, head]
+            banned = np.zeros(len(died), dtype=bool)  # by any pin: two banned spans take turns, oldest first
+            for pin in pins:
+                if isinstance(pin, WindowPin):
+                    continue  # moves with the text: the round itself refuses to evict it
+                start, stop = pin.interval(prompt, log.length[row])
                 if pin.sites is None or (layer, head) in pin.sites:
                     lost = np.flatnonzero(died[start:stop] != ALIVE) + start
                     if lost.size:
                         wrong.append(f"row {row}: position {lost[0]} is pinned at layer {layer} KV head {head} but died in round {died[lost[0]]}")
                 elif pin.elsewhere == "ban":
-                    wrong += _late_bans(log, row, layer, head, died, start, stop)
+                    banned[start:stop] = True
+            late = _late_ban(log, row, died, banned)
+            if late is not None:
+                wrong.append(f"row {row}: a banned position outlived round {late} at layer {layer} KV head {head} although others were evicted")
     return wrong
 
 
-def _late_bans(log: KeepLog, row: int, layer: int, head: int, died: np.ndarray, start: int, stop: int) -> list[str]:
+def _late_ban(log: KeepLog, row: int, died: np.ndarray, banned: np.ndarray) -> int | None:
+    """The first round that took others while it left a banned candidate alive."""
+    if not banned.any():
+        return None
     for round_, length in enumerate(log.fired[row]):
-        candidates = min(stop, length - log.buffer)
-        left = died[start:max(start, candidates)] > round_
-        took_others = np.any(np.delete(died, np.s_[start:stop]) == round_)
-        if left.any() and took_others:
-            return [f"row {row}: a banned position outlived round {round_} at layer {layer} KV head {head} although others were evicted"]
-    return []
+        candidate = np.arange(len(died)) < length - log.buffer
+        if (banned & candidate & (died > round_)).any() and (died[~banned] == round_).any():
+            return round_
+    return None
