@@ -11,7 +11,8 @@ position ids and generate's slicing; the tensors hold what survived.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +100,8 @@ class EvictionCache(DynamicCache):
         self.common_pins, self._given = tuple(pins), (row_pins, instances)
         PinTable([self.common_pins, *(row_pins or ())], geometry, torch.device("cpu"))  # refuse bad sites now
         self.window = plan.buffer if policy.needs.window == -1 else policy.needs.window
+        if policy.needs.window == -1 and not plan.buffer:
+            raise ValueError(f"{policy} scores by the buffer's queries (window=-1), and there is no buffer at prompt end: name a window, e.g. window=32")
         self._clear()
 
     def _clear(self) -> None:
@@ -405,7 +408,7 @@ class EvictionCache(DynamicCache):
                 query_positions=self.window_positions.to(at) if self.window else None,
                 columns={name: column[..., :candidates] for name, column in layer.columns.items()},
                 rand=lambda *a, _i=i, **k: rand(_i, *a, **k).to(at),
-                banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device), self.prompt, self.seen).to(start.device))
+                banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device))
 
     def _draws(self, positions: Tensor, rounds: Tensor):
         """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).
@@ -462,9 +465,26 @@ class EvictionCache(DynamicCache):
 def attention_forward(module, query, key, value, attention_mask, kvprobe_cache=None, scaling=None, dropout=0.0, **kwargs):
     """The attention function behind `attn_implementation="kvprobe"`: stock sdpa unless an evicting cache is at work."""
     if kvprobe_cache is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return kvprobe_cache.attend(module, query, key, value, attention_mask, scaling, dropout)
+        out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    else:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = kvprobe_cache.attend(module, query, key, value, attention_mask, scaling, dropout)
+    for listen in _LISTENERS:
+        listen(module, query, key, value, attention_mask, scaling, out[0])
+    return out
+
+
+_LISTENERS: list[Callable] = []
+
+
+@contextmanager
+def listening(listen: Callable) -> Iterator[None]:
+    """Within this context every attention call is also told to `listen`(module, q, k, v, mask, scaling, out)."""
+    _LISTENERS.append(listen)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listen)
 
 
 def register() -> None:

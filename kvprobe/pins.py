@@ -125,14 +125,17 @@ class PinTable:
             total = part if total is None else total + part
         return total
 
-    def banned(self, layer: int, start: Tensor, stop: Tensor, prompt: Sequence[int], now: Sequence[int]) -> Tensor:
-        """How many positions of [start, stop) (both [b hkv c]) are banned at the layer in the layer's row `layer`."""
-        count = torch.zeros_like(start)
+    def banned(self, layer: int, start: Tensor, stop: Tensor) -> Tensor:
+        """How many positions of [start, stop) (both [b hkv c]) are banned at the layer in the layer's row `layer`, overlaps counted once."""
+        width = max((pin.stop for pins in self.rows for pin in pins if isinstance(pin, SpanPin)), default=0)  # no other pin bans
+        positions = torch.arange(width, device=start.device)
+        banned = torch.zeros(*start.shape[:-1], width, dtype=torch.bool, device=start.device)
+        never = [0] * len(self.rows)
         for j, value in enumerate(self.value):
-            a, z = (x[:, None, None] for x in self._intervals(j, prompt, now, start.device))
-            overlap = (torch.minimum(stop, z) - torch.maximum(start, a)).clamp(min=0)
-            count += torch.where((value[layer] == -torch.inf)[..., None], overlap, 0).to(count.dtype)
-        return count
+            a, z = (x[:, None, None] for x in self._intervals(j, never, never, start.device))
+            banned |= (positions >= a) & (positions < z) & (value[layer] == -torch.inf)[..., None]
+        before = torch.nn.functional.pad(banned.cumsum(-1), (1, 0))
+        return before.gather(-1, stop.clamp(0, width).long()) - before.gather(-1, start.clamp(0, width).long())
 
     def held_before(self, boundary: Sequence[int], prompt: Sequence[int], now: Sequence[int]):
         """numpy [l b hkv]: positions before boundary[b] that a pin holds at each site, overlapping pins counted once."""

@@ -30,17 +30,19 @@ class POLICY:
             return view.rand(shared=self.shared)
         if self.block > view.keep:
             raise ValueError(f"block={self.block} is larger than keep={view.keep}: no head could hold one block")
-        block = view.positions.div(self.block, rounding_mode="floor")
+        block = view.positions.div(self.block, rounding_mode="floor").cummax(-1).values  # an empty slot counts to the block before it
         return torch.where(self._begun(view, block), -1.0, view.rand(shared=self.shared, counters=block))
 
     def _begun(self, view: CacheView, block: Tensor) -> Tensor:
         """[b hkv c]: is this entry the rest of a block that an earlier round began to evict?
 
-        Blocks go oldest entry first, so a block was begun when positions in front of its first entry are missing for
-        another reason than a ban.
+        A block loses its oldest entries first, so it was begun when of its positions up to this one fewer are here than
+        bans leave. (Pinned entries stay, so that looking at the block's first position would not do.)
         """
-        new = torch.ones_like(block, dtype=torch.bool)
-        new[..., 1:] = block[..., 1:] != block[..., :-1]
-        first = torch.where(new, view.positions, -1).cummax(-1).values
-        start = block * self.block
-        return first - start > view.banned(start, first)
+        start, stop = block * self.block, view.positions + 1
+        here = view.real & (view.banned(view.positions, stop) == 0)
+        upto = here.cumsum(-1)
+        opens = torch.ones_like(here)
+        opens[..., 1:] = block[..., 1:] != block[..., :-1]
+        before = torch.where(opens, upto - here.long(), 0).cummax(-1).values
+        return stop - start - view.banned(start, stop) > upto - before
