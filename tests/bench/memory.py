@@ -1,0 +1,69 @@
+"""Peak memory of forcing, over the loaded model: one fresh process per variant.
+
+    python tests/bench/memory.py VARIANT BATCH LENGTH THREADS MODEL      VARIANT: prefill, or ours-R with a round every R
+
+The peak is the kernel's high-water mark of resident memory, set back after the model is loaded and has run once, so
+that neither loading nor buffers made on first use count.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+
+from measure import Result, ratio
+
+
+def _resident(field: str) -> int:
+    """VmRSS or VmHWM of this process [bytes]."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field + ":"))
+
+
+def _measure(variant: str, batch: int, length: int, threads: int, name: str) -> dict:
+    import forcing
+    import torch
+    from stock import pair
+
+    torch.set_num_threads(threads)
+    model, stock = pair(name)
+    ids = forcing.script(model, batch, length)
+    if variant == "prefill":
+        run = lambda ids: forcing.prefill(stock, ids)  # noqa: E731
+    else:
+        run = lambda ids: forcing.ours(model, ids, int(variant.removeprefix("ours-")))  # noqa: E731
+    run(ids[:1, :32])
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # VmHWM starts again from here
+    before = _resident("VmRSS")
+    run(ids)
+    return dict(before=before, peak=_resident("VmHWM") - before)
+
+
+def _fresh(variant: str, batch: int, length: int, threads: int, name: str) -> float:
+    command = [sys.executable, __file__, variant, str(batch), str(length), str(threads), name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])["peak"]
+
+
+def peaks(say, name: str, threads: int, batch: int, n: int, length: int = 1000, buffers=(64, 16)) -> list[Result]:
+    variants = ["prefill", *(f"ours-{r}" for r in buffers)]
+    peak: dict[str, list[float]] = {v: [] for v in variants}
+    for i in range(n):
+        for variant in variants:
+            peak[variant].append(_fresh(variant, batch, length, threads, name))
+        say(f"  round {i + 1}/{n}: " + ", ".join(f"{v} +{p[-1] / 2**20:.1f} MiB" for v, p in peak.items()))
+    return [Result(f"memory: peak over the model, ours / one plain prefill, batch {batch}, r={r}", ratio(peak[f"ours-{r}"], peak["prefill"]), 0.5)
+            for r in buffers]
+
+
+if __name__ == "__main__":
+    _variant, _batch, _length, _threads, _name = sys.argv[1:]
+    print(json.dumps(_measure(_variant, int(_batch), int(_length), int(_threads), _name)))
