@@ -36,21 +36,22 @@ def force(model: Model, cache, ids: Tensor, *, targets: Tensor | None = None, fi
     """Feed ids [b n] to the model behind `cache`, a round at a time, and score tokens by the logits before them.
 
     targets [b k] are the tokens expected at columns first..first+k-1 of `ids` (the last may lie just behind them: it is
-    scored without being fed). Rows are of equal length, without padding. `longest` = 1 steps token by token; rounds that
-    are due bound each forward by themselves. `tick` is told the tokens fed. Raises ValueError for columns out of
+    scored without being fed). The ids hold no padding; a padded prefill before is fine. `longest` = 1 steps token by token;
+    rounds that are due bound each forward by themselves. `tick` is told the tokens fed. Raises ValueError for columns out of
     range and FloatingPointError for logits that are not finite.
     """
     n, k = ids.shape[1], 0 if targets is None else targets.shape[1]
     if k and not (1 <= first and first + k - 1 <= n):
         raise ValueError(f"scored columns {first}..{first + k - 1} must be in 1..{n}")
     found: list[tuple[Tensor, Tensor]] = []
-    offset, at = cache.get_seq_length(), 0
+    seen = getattr(cache, "seen", None) or [cache.get_seq_length()]  # per row: columns would count a prompt's padding
+    start, at = torch.tensor(seen if len(set(seen)) > 1 else seen[:1], device=ids.device)[:, None], 0
     while at < n:
         room = getattr(cache, "room", None)
         stop = min(n, at + longest, n if room is None else at + room)
         here = [j for j in range(k) if at <= first + j - 1 < stop]  # the column before gives the logits
         rows = torch.tensor([first + j - 1 - at for j in here], dtype=torch.int64, device=ids.device)
-        position_ids = torch.arange(offset + at, offset + stop, device=ids.device)[None]
+        position_ids = start + torch.arange(at, stop, device=ids.device)
         out = model.model(input_ids=ids[:, at:stop], position_ids=position_ids, cache=cache, use_cache=True, logits_to_keep=rows)
         found += [_score(out.logits[:, i], targets[:, j].to(out.logits.device)) for i, j in enumerate(here)]
         tick(ids.shape[0] * (stop - at))

@@ -132,6 +132,11 @@ class EvictionCache(DynamicCache):
         extra["kvprobe_cache"] = self
         return keys, values
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.geometry.kv_layers[0] > 0:  # asked before any layer runs: later, layers below the first evicted one have taken the chunk
+            self._check_room(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
     def reset(self) -> None:
         super().reset()
         self._clear()
@@ -148,8 +153,8 @@ class EvictionCache(DynamicCache):
         for i, layer in enumerate(self.layers):
             if i in self._rows:
                 layer.index_rows(indices)
-            elif getattr(layer, "is_initialized", True):
-                layer.batch_select_indices(indices)
+            else:
+                layer.reorder_cache(indices)  # linear layers have no batch_select_indices
         rows = indices.tolist()
         self.kept = None if self.kept is None else self.kept.index_select(1, indices.to(self.kept.device))
         self.tail = [t.index_select(0, indices.to(t.device)) for t in self.tail]
@@ -208,9 +213,8 @@ class EvictionCache(DynamicCache):
             raise ValueError("pins cannot be set after a round has fired: what they should hold may be gone")
         new = copy.copy(self)
         new.layers = [copy.copy(layer) for layer in self.layers]
-        for layer in new.layers:
-            if isinstance(layer, EvictionLayer):
-                layer.columns = dict(layer.columns)
+        for layer in new.layers:  # linear layers keep their states in dicts and write them in place
+            vars(layer).update({name: dict(x) for name, x in vars(layer).items() if isinstance(x, dict)})
         new.plan = plan or self.plan
         new.tail, new.recorder = list(self.tail), self.recorder.copy()
         new.batch_repeat_interleave(repeats)
@@ -234,9 +238,13 @@ class EvictionCache(DynamicCache):
             self._start(b, key_states.device)
         elif b != self.batch:
             raise ValueError(f"the cache holds {self.batch} rows, the forward has {b}")
-        elif self.room is not None and n > self.room:
-            raise ValueError(f"a chunk of {n} tokens would cross a round: feed at most {self.room} now (kvprobe's engine splits for you)")
+        else:
+            self._check_room(n)
         self.step = _Step(n, padded=False)
+
+    def _check_room(self, n: int) -> None:
+        if self.count is not None and self.room is not None and n > self.room:
+            raise ValueError(f"a chunk of {n} tokens would cross a round: feed at most {self.room} now (kvprobe's engine splits for you)")
 
     def _start(self, batch: int, device: torch.device) -> None:
         self.instances = list(range(batch)) if self.instances is None else list(self.instances)
@@ -378,6 +386,10 @@ class EvictionCache(DynamicCache):
     def _round(self, due: np.ndarray) -> None:
         positions = self.positions
         candidates = positions.shape[-1] - self.plan.buffer
+        if self.ragged and bool((positions[..., candidates:] < 0).any()):
+            self._compact(positions, torch.zeros_like(positions, dtype=torch.bool), np.zeros_like(self.count), np.zeros_like(due))
+            positions = self.positions  # hidden columns among the newest are dropped first: the buffer holds entries
+            candidates = positions.shape[-1] - self.plan.buffer
         surplus = self._surplus(due)
         real = positions[..., :candidates] >= 0 if self.ragged else None
         score = torch.stack([self.policy.score(view).to(positions.device) for view in self._views(positions, candidates)])
