@@ -97,6 +97,7 @@ class EvictionCache(DynamicCache):
         self._rows = {layer: i for i, layer in enumerate(geometry.kv_layers)}
         for layer in geometry.kv_layers:
             self.layers[layer] = EvictionLayer()
+        self._stock_full = next((i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer), None)
         self.common_pins, self._given = tuple(pins), (row_pins, instances)
         PinTable([self.common_pins, *(row_pins or ())], geometry, torch.device("cpu"))  # refuse bad sites now
         self.window = plan.buffer if policy.needs.window == -1 else policy.needs.window
@@ -135,7 +136,8 @@ class EvictionCache(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         if self.geometry.kv_layers[0] > 0:  # asked before any layer runs: later, layers below the first evicted one have taken the chunk
             self._check_room(query_length)
-        return super().get_mask_sizes(query_length, layer_idx)
+        # one mask serves all full layers: it must fit those left to transformers, evicted ones make their own
+        return super().get_mask_sizes(query_length, layer_idx if self._stock_full is None or layer_idx not in self._rows else self._stock_full)
 
     def reset(self) -> None:
         super().reset()

@@ -16,6 +16,8 @@ BASE = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hid
 SLIDING = dict(sliding_window=8, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2)
 LINEAR = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=2, linear_num_value_heads=4,
               linear_key_head_dim=8, linear_value_head_dim=8)
+SHARED = dict(sliding_window=8, num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=1,
+              global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY)
 KINDS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
@@ -23,6 +25,7 @@ KINDS = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM", dict(sliding_window=None)),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", SLIDING | dict(query_pre_attn_scalar=8)),
     "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", LINEAR),
+    "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", SHARED),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(num_local_experts=2, num_experts_per_tok=1)),
 }
