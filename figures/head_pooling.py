@@ -29,11 +29,10 @@ def _group(condition: str, n_heads: float) -> str:
 def draw(table: pd.DataFrame, manifest: dict):
     """A matplotlib Figure with the two panels; bars are values, whiskers 95 % intervals over instances."""
     import seaborn as sns
-    from matplotlib.figure import Figure
 
-    with sns.axes_style("whitegrid"):
-        figure = Figure(figsize=(max(6.4, 0.75 * len(table) + 1.6), 6.2), layout="constrained")
-        axes = figure.subplots(2, 1, sharex=True)
+    from kvprobe import plotting
+
+    figure, axes = plotting.picture(max(6.4, 0.75 * len(table) + 1.6), 6.2, rows=2, sharex=True)
     groups = list(dict.fromkeys(table.group))
     colors = dict(zip(groups, sns.color_palette("viridis", len(groups))))
     for ax, (key, label) in zip(axes, PANELS):
@@ -41,8 +40,7 @@ def draw(table: pd.DataFrame, manifest: dict):
         ax.set_ylabel(label)
     _label(axes, table)
     figure.suptitle(f"What a planted fact is worth by the KV heads that hold it (n = {int(table.n.max())})", fontsize=11)
-    figure.text(0.5, 0.01, footer(manifest), ha="center", va="bottom", fontsize=7.5, color="0.3")
-    figure.get_layout_engine().set(rect=(0, 0.06, 1, 0.94))
+    plotting.footer(figure, footer(manifest))
     return figure
 
 

@@ -15,11 +15,14 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "load": "models", "prepare": "models", "Model": "models",
-    "cache": "api", "run": "runner", "rerun": "runner", "Run": "runner",
+    "cache": "api", "plant": "api", "sites": "api", "run": "runner", "rerun": "runner", "Run": "runner",
     "Plan": "types", "Needs": "types", "Geometry": "types", "CacheView": "types",
     "SpanPin": "pins", "PromptPin": "pins", "SinkPin": "pins", "WindowPin": "pins",
     "KeepLog": "keeplog", "force": "engine", "prefill": "engine", "generate": "engine",
     "available": "registry",
+    "capture": "inside.look", "estimate": "inside.look", "Capture": "inside.capture", "head_weights": "inside.sites", "list_sites": "inside.sites",
+    "intervene": "inside.intervene", "head_masks": "inside.intervene", "pin": "inside.intervene", "ablate": "inside.intervene",
+    "transplant": "inside.intervene", "compare": "inside.intervene", "kv_head": "inside.intervene",
 }
 __all__ = ["__version__", *sorted(_WHERE)]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from . import registry
 from .eviction_cache import EvictionCache
 from .models import Model, prepare
+from .needles import Filler, Layout, Script, build
 from .pins import Pin, PromptPin
 from .types import Plan
 
@@ -29,3 +30,20 @@ def cache(model, *, policy="random", keep: int | None = None, keep_ratio: float 
     common = (*pins, PromptPin()) if protect_prompt else tuple(pins)
     chosen = registry.make_policy(policy, policy_options)
     return EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins, instances=instances, seed=seed)
+
+
+def plant(model: Model, instances: int = 1, *, pre: int = 112, age: int = 256, second_box: bool = False, filler: str = "builtin", seed: int = 0, query: int = 40) -> list[Script]:
+    """Scripts with a planted fact, as the planted-fact probe builds them (protocols 2); `ids` of each are a numpy array.
+
+    age: tokens from the start of the box to the start of the value. Raises ValueError where the filler does not do.
+    """
+    layout = Layout(pre=pre, age=age, second_box=second_box, query=query)
+    return build(model.tokenizer, Filler(filler, model.tokenizer), layout, range(instances), seed)
+
+
+def sites(model: Model, heads: Iterable[int], layers: Iterable[int] | None = None) -> frozenset[tuple[int, int]]:
+    """Sites (layer, KV head) of some heads in some layers, all evicted ones by default. Raises ValueError for one that does not exist."""
+    chosen = frozenset((layer, head) for layer in (model.geometry.kv_layers if layers is None else layers) for head in heads)
+    for layer, head in chosen:
+        model.geometry.check_site(layer, head)
+    return chosen
