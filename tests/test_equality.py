@@ -5,6 +5,7 @@ import torch
 from transformers import DynamicCache
 
 import kvprobe
+import tiny
 from oracle import Reference, cache_sets, random_scores
 from sidebyside import ATOL, feed, walk
 
@@ -157,3 +158,25 @@ def test_forcing_with_eviction_does_not_depend_on_the_split(llama, ids):
         got = scored(model, cache, ids, longest)
         assert float((got.logp - want).abs().max()) < ATOL
         assert cache_sets(cache) == reference.kept
+
+
+@pytest.mark.parametrize("first, count", [(1, 3), (17, 4), (36, 5)], ids=str)
+def test_scoring_some_columns(llama, ids, first, count):
+    """The asked columns alone, across a round and up to the token just behind the script, are what scoring all gives."""
+    model, _ = llama
+    every = scored(model, plain_cache(model), ids[:, :41], 256)
+    fed = []
+    some = kvprobe.force(model, plain_cache(model), ids[:, :40], targets=ids[:, first : first + count], first=first, tick=fed.append)
+    here = slice(first - 1, first - 1 + count)
+    assert float((some.logp - every.logp[:, here]).abs().max()) < ATOL and torch.equal(some.top, every.top[:, here])
+    assert sum(fed) == 3 * 40
+    with pytest.raises(ValueError, match=r"must be in 1\.\.40"):
+        kvprobe.force(model, plain_cache(model), ids[:, :40], targets=ids[:, :5], first=37)
+
+
+def test_logits_that_are_not_finite_are_refused(ids):
+    model, _ = tiny.pair("llama", torch.float32)
+    with torch.no_grad():
+        model.model.lm_head.weight[5] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"rows \[0, 1\]"):
+        scored(model, plain_cache(model), ids[:2, :9], 4)

@@ -173,6 +173,13 @@ def test_sinks_windows_and_the_prompt():
         assert kept[:5] == [0, 1, 2, 3, 4] and kept[-6:] == list(range(total - 6, total)) and len(kept) == 14
 
 
+def test_prompt_protection_is_a_switch_of_the_run(llama, ids):
+    model, _ = llama
+    cache = kvprobe.cache(model, policy="recency", keep=10, buffer=4, protect_prompt=True)
+    kvprobe.generate(model, cache, ids[:2, :7], max_new_tokens=30)
+    assert all(held == [*range(7), *range(27, 36)] for held in cache_sets(cache).values()) and cache.keep_log.fired[0][-1] == 34
+
+
 def test_banned_spans_go_gradually_oldest_first():
     """A span longer than a round's surplus: r=2 takes two of its entries a round, and nothing else meanwhile."""
     cache = stub.cache(10, 2, pins=[kvprobe.SpanPin(3, 8, frozenset())])
