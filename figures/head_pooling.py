@@ -82,5 +82,5 @@ def footer(manifest: dict) -> str:
     rounds = "/".join(map(str, manifest.get("rounds_before_value", ["?"])))
     layers = "" if s["layers"] == "all" else f", heads of layers {s['layers']}"
     return (f"{m['name']} ({m['layers']} layers, {m['kv_heads']} KV heads{layers}), policy {s['policy']}, K = {plan['keep']}, r = {plan['buffer']}, "
-            f"{rounds} rounds before the value, age {manifest['script']['age']} tokens\n"
+            f"{rounds} rounds before the value, age {manifest['script']['age']} tokens, {s['positions']} positions\n"
             f"{s['instances']} instances, 95 % bootstrap intervals over instances, {manifest['dtype']}, seed {s['seed']}, kvprobe {manifest['versions']['kvprobe']}")

@@ -97,6 +97,8 @@ def audit_run(path: str | os.PathLike, limit: int | None = None, progress: bool 
     module = registry.find("probe", settings.pop("probe"))
     settings.pop("preset")
     config = module.CONFIG(**settings)
+    if getattr(config, "positions", "original") != "original":
+        raise ValueError("the run renumbered positions after each round: no mask on the full cache can replay that")
     folder = RunFolder(path, manifest["settings"])
     folder.open()
     try:

@@ -248,7 +248,7 @@ def _audit(argv: list[str]) -> int:
 
 
 def _traces(argv: list[str]) -> int:
-    from .traces import Settings, make
+    from .make_traces import Settings, make
 
     settings = _parse(Settings, argv, "traces", "Write reasoning text with a model, for use as filler.")
     make(settings, say=_say)

@@ -86,13 +86,17 @@ class _Step:
 class EvictionCache(DynamicCache):
     """The cache of a model whose growing layers are evicted by `policy` under `plan`.
 
+    rotate(layer, keys [b hkv k d], by [b hkv k]): given, positions are renumbered after each round and keys re-rotated
+    (as StreamingLLM does); None keeps every key at its token's own position.
     pins: pins common to all rows. row_pins: pins of each row on top. instances: an integer per row that its random
     draws depend on (default 0, 1, ...). Raises ValueError for a pin at a site that does not exist.
     """
 
     def __init__(self, config, geometry: Geometry, plan: Plan, policy: Policy, *, pins: Sequence[Pin] = (),
-                 row_pins: Sequence[Sequence[Pin]] | None = None, instances: Sequence[int] | None = None, seed: int = 0):
+                 row_pins: Sequence[Sequence[Pin]] | None = None, instances: Sequence[int] | None = None, seed: int = 0,
+                 rotate: Callable[[int, Tensor, Tensor], Tensor] | None = None):
         super().__init__(config=config)
+        self.rotate = rotate
         self.config, self.geometry, self.plan, self.policy, self.seed = config, geometry, plan, policy, seed
         self._rows = {layer: i for i, layer in enumerate(geometry.kv_layers)}
         for layer in geometry.kv_layers:
@@ -109,6 +113,7 @@ class EvictionCache(DynamicCache):
         self.row_pins, self.instances = self._given  # rows may have been selected or repeated since
         self.kept: Tensor | None = None  # positions [l b hkv k] of the entries the last round left, -1 for none
         self.tail: list[Tensor] = []  # positions [b n] of the steps since
+        self.turned: Tensor | None = None  # [b k] where RoPE says that those entries stand, when positions are renumbered
         self.window_positions: Tensor | None = None  # positions [b w] of the newest tokens, when the policy scores by their queries
         self.ragged = False  # some slot is empty or hidden, so that masks are needed
         self.step: _Step | None = None
@@ -160,14 +165,20 @@ class EvictionCache(DynamicCache):
         rows = indices.tolist()
         self.kept = None if self.kept is None else self.kept.index_select(1, indices.to(self.kept.device))
         self.tail = [t.index_select(0, indices.to(t.device)) for t in self.tail]
-        if self.window_positions is not None:
-            self.window_positions = self.window_positions.index_select(0, indices.to(self.window_positions.device))
+        for name in ("window_positions", "turned"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).index_select(0, indices.to(self.kept_device)))
         self.count = self.count[:, rows]
         self.seen, self.prompt = [self.seen[b] for b in rows], [self.prompt[b] for b in rows]
         self.instances = [self.instances[b] for b in rows]
         self.row_pins = [self.row_pins[b] for b in rows]
         self.recorder.index(indices)
         self.pins = self._pin_table()
+
+    @property
+    def kept_device(self) -> torch.device:
+        """Where positions and the log live: the device of the first evicted layer."""
+        return self.recorder.died.device
 
     # -- what users read --------------------------------------------------------------------------------------------
 
@@ -466,14 +477,31 @@ class EvictionCache(DynamicCache):
             self.ragged = True
             slots, real = evict.slots_padded(keep, width)
             kept = positions.reshape(-1).index_select(0, slots).view(real.shape).masked_fill(~real, -1)
+        turns = None if self.rotate is None else self._turns(slots, kept, width)
         self.kept, self.tail = kept, []
         slots = slots.view(len(self._rows), -1)
         per_layer = keep[0].numel()
         for i, number in enumerate(self._rows):
             layer, own = self.layers[number], slots[i] - i * per_layer
             layer.keys = evict.take(layer.keys, own, width)
+            if turns is not None:
+                layer.keys = self.rotate(number, layer.keys, turns[i].to(layer.keys.device))
             layer.values = evict.take(layer.values, own, width)
             layer.columns = {name: evict.take(column, own, width) for name, column in layer.columns.items()}
+
+    def _turns(self, slots: Tensor, kept: Tensor, width: int) -> Tensor:
+        """[l b hkv k]: by how many positions each survivor moves so that all of them stand right before the next token.
+
+        Attention depends on distances only, so that this is the same as renumbering everything from 0, and the model may
+        go on counting tokens.
+        """
+        device, shape = kept.device, (len(self._rows), self.batch, self.geometry.n_kv, self.physical)
+        tail = [t.to(torch.int32) for t in self.tail]
+        stand = torch.cat([*([] if self.turned is None else [self.turned]), *tail], dim=1)[None, :, None, :].expand(shape)
+        before = stand.reshape(-1).index_select(0, slots.reshape(-1)).view(kept.shape)
+        now = torch.tensor(self.seen, dtype=torch.int32, device=device)[:, None]
+        self.turned = now - width + torch.arange(width, dtype=torch.int32, device=device)
+        return (self.turned[None, :, None, :] - before).masked_fill(kept < 0, 0)
 
 
 def attention_forward(module, query, key, value, attention_mask, kvprobe_cache=None, scaling=None, dropout=0.0, **kwargs):

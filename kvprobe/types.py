@@ -15,6 +15,10 @@ import torch
 from torch import Tensor
 
 
+POSITIONS = ("original", "renumbered")
+"""After a round: every key stays at its token's own position, or survivors are re-rotated to stand right before the next token."""
+
+
 @dataclass(frozen=True)
 class Geometry:
     """What a model's attention looks like.

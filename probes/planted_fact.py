@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe import conditions, metrics, needles, registry
-from kvprobe.types import Plan
+from kvprobe.types import POSITIONS, Plan
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,6 +35,8 @@ class CONFIG:
     """newest entries, never scored; a round fires at keep + 2 * buffer entries (r) [tokens]"""
     pins_free: bool = False
     """the pinned box comes on top of keep instead of counting inside it"""
+    positions: str = "original"
+    """positions after a round: original, or renumbered (survivors re-rotated to stand right before the next token)"""
     conditions: str = "subsets,natural"
     """sets of KV heads that hold the fact: numbers joined by + (0,1+2), all, natural, singles, pairs, triples, subsets, best-pairs, best-triples; kept, deleted and full always run"""
     layers: str = "all"
@@ -84,6 +86,8 @@ class CONFIG:
             raise ValueError("rank_instances and threads must not be negative")
         if "best-" in self.conditions and not self.rank_instances:
             raise ValueError("best-pairs and best-triples need --rank-instances, other instances to rank them on")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions={self.positions!r} is unknown; known: {', '.join(POSITIONS)}")
         layout = self.layout
         before = layout.pre + layout.age  # without the stub, which the tokenizer decides
         plan = Plan(Plan.resolve_keep(self.keep, self.keep_ratio, before), self.buffer, self.pins_free)
@@ -117,6 +121,8 @@ class Session:
     def __init__(self, config: CONFIG, model):
         if model.tokenizer is None:
             raise ValueError(f"model {model.name!r} came without a tokenizer: planted facts need one")
+        from kvprobe import api
+
         self.config, self.model = config, model
         self.conditions, self.best = conditions.parse(config.conditions, model.geometry, config.layers)
         filler = needles.Filler(config.filler, model.tokenizer)
@@ -131,6 +137,7 @@ class Session:
         if self.plan.fires_at >= self.before:
             raise ValueError(f"nothing would be evicted: {self.before} tokens precede the value, a round needs keep + 2 * buffer = {self.plan.fires_at}")
         self.policy = registry.make_policy(config.policy, config.policy_options)
+        self.rotate = api.rotation(model, config.positions)
         evaluated = _cut(range(config.instances), config.batch_size)
         ranked = _cut(range(config.instances, count), config.batch_size)
         self.batches = [("rank", b) for b in ranked] + [("eval", b) for b in evaluated] + [(CHECK, range(min(config.check_instances, config.instances)))]
@@ -213,7 +220,7 @@ class Session:
 
         ids = torch.as_tensor(np.stack([s.ids for s in scripts]), device=self.model.device)
         cache = EvictionCache(self.model.model.config, self.model.geometry, self.plan, self.policy,
-                              instances=[s.instance for s in scripts], seed=self.config.seed)
+                              instances=[s.instance for s in scripts], seed=self.config.seed, rotate=self.rotate)
         engine.force(self.model, cache, ids[:, : self.plan.fires_at - 1], tick=tick)
         return cache, ids
 

@@ -131,3 +131,10 @@ def test_show_of_an_unfinished_run_says_so(capsys):
     Path("x/rows.jsonl").write_text(rows[: len(rows) // 2])
     code, out, err = call(capsys, "show", "x")
     assert "not finished" in out and "left out" in err
+
+
+def test_traces_are_written_and_usable_as_filler(capsys, tmp_path):
+    """A random model writes noise, which the screen must refuse; the embedded model's text is in the package."""
+    code, _, err = call(capsys, "traces", "--out", "t.jsonl", "--model", "tiny", "--n", "2", "--max-new-tokens", "20", "--batch-size", "2")
+    assert code == 1 and "passed the screen" in err and not Path("t.jsonl").exists()
+    assert call(capsys, "traces", "--out", "t.txt")[0] == 1

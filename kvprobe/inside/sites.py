@@ -119,23 +119,25 @@ def _input(attention: nn.Module, which: str, geometry, d: int) -> Tensor:
 
 
 @torch.no_grad()
-def rotate(model: Model, layer: int, keys: Tensor, by: int) -> Tensor:
+def rotate(model: Model, layer: int, keys: Tensor, by: int | Tensor) -> Tensor:
     """Post-RoPE keys [b hkv s d] as they would be `by` positions later, through the model's own rotary module.
 
-    Rotations add up, so that no pre-RoPE key is needed. Raises ValueError for rotary embeddings whose angles depend on
-    the text's length.
+    by: one number, or one per key [b hkv s]. Rotations add up, so that no pre-RoPE key is needed. Raises ValueError for
+    rotary embeddings whose angles depend on the text's length.
     """
-    if by == 0:
+    by = torch.as_tensor(by, device=keys.device).expand(keys.shape[:3])
+    if not bool(by.any()):
         return keys
     config = model.model.config.get_text_config(decoder=True)
     kind = _rope_kind(config, layer)
     if kind in ("dynamic", "longrope"):
         raise ValueError(f"rotary embedding {kind!r} depends on the text's length: keys cannot be moved by a rotation")
     attention = model.model.get_submodule(attention_modules(model.model)[layer])
-    cos, sin = _cos_sin(model.model, config, layer, keys, by)
+    flat = keys.reshape(-1, 1, *keys.shape[2:])  # every (row, KV head) as a row of its own: each has its own angles
+    cos, sin = _cos_sin(model.model, config, layer, flat, by.reshape(-1, keys.shape[2]))
     scale = (cos.double() ** 2 + sin.double() ** 2).sqrt().mean().to(cos.dtype)  # some kinds scale keys on top, once is enough
     apply = modeling(attention).apply_rotary_pos_emb
-    return apply(keys, keys, cos / scale, sin / scale)[1]
+    return apply(flat, flat, cos / scale, sin / scale)[1].view(keys.shape)
 
 
 def _rope_kind(config, layer: int) -> str:
@@ -146,13 +148,10 @@ def _rope_kind(config, layer: int) -> str:
     return parameters.get("rope_type", "default")
 
 
-def _cos_sin(model: nn.Module, config, layer: int, keys: Tensor, position: int) -> tuple[Tensor, Tensor]:
+def _cos_sin(model: nn.Module, config, layer: int, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [b s d] at positions [b s], as the model computes them: its own keys were rotated with the same."""
     import inspect
 
     rotary = next(m for m in model.modules() if "rotary" in type(m).__name__.lower() and hasattr(m, "forward"))
-    ids = torch.full((1, 1), position, device=keys.device)
-    # angles in float64 would be better than the model's own float32, but the model's keys were rotated with its own
-    arguments = inspect.signature(rotary.forward).parameters
-    more = {"layer_type": config.layer_types[layer]} if "layer_type" in arguments else {}
-    cos, sin = rotary(keys, ids, **more)
-    return cos, sin
+    more = {"layer_type": config.layer_types[layer]} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
+    return rotary(keys, positions, **more)
