@@ -21,6 +21,8 @@ class Settings:
     """texts to sample; those that fail the screen for degenerate text are left out"""
     max_new_tokens: int = 800
     """longest text [tokens]"""
+    min_new_tokens: int = 0
+    """shortest text: the model may not end before [tokens]"""
     min_words: int = 200
     """shortest text that is kept [words]"""
     temperature: float = 0.7
@@ -61,7 +63,7 @@ def make(settings: Settings, say: Callable[[str], None] = print) -> Path:
     model = load(settings.model, device=settings.device, dtype=settings.dtype)
     if model.tokenizer is None:
         raise ValueError(f"model {settings.model!r} came without a tokenizer")
-    sampling = {k: getattr(settings, k) for k in ("max_new_tokens", "temperature", "top_p", "repetition_penalty", "seed", "batch_size")}
+    sampling = {k: getattr(settings, k) for k in ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "repetition_penalty", "seed", "batch_size")}
     made = traces.generate(model.model, model.tokenizer, traces.problems(settings.n, settings.seed), **sampling)
     faults = [traces.fault(trace["text"], settings.min_words) for trace in made]
     good = [trace for trace, fault in zip(made, faults) if fault is None]
