@@ -23,16 +23,23 @@ def grouped(query: Tensor, n_kv: int) -> Tensor:
 def attend(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scaling: float, dropout: float = 0.0) -> Tensor:
     """Attention outputs [b n hq d] of queries [b hq n d] over keys and values [b hkv s d].
 
-    visible: bool, broadcastable to [b hkv n s], or None for all. The group is folded into the query axis, so that no
-    key or value is repeated per query head.
+    visible: bool, broadcastable to [b hkv n s], or what `folded` made of it, or None for all. The group is folded into
+    the query axis, so that no key or value is repeated per query head.
     """
     b, hq, n, d = query.shape
     n_kv = keys.shape[1]
-    folded = grouped(query, n_kv).reshape(b, n_kv, -1, d)
-    if visible is not None:
-        visible = visible.expand(-1, -1, n, -1).repeat(1, 1, hq // n_kv, 1)
-    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=visible, dropout_p=dropout, scale=scaling)
+    if visible is not None and visible.dtype == torch.bool:
+        visible = folded(visible, n, hq // n_kv, query.dtype)
+    out = F.scaled_dot_product_attention(grouped(query, n_kv).reshape(b, n_kv, -1, d), keys, values, attn_mask=visible, dropout_p=dropout, scale=scaling)
     return out.view(b, hq, n, values.shape[-1]).transpose(1, 2).contiguous()
+
+
+def folded(visible: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
+    """visible as `attend` hands it to sdpa: additive, repeated over the group.
+
+    Layers that see the same slots share it: sdpa would make it from a bool mask again in each of them.
+    """
+    return torch.zeros((), dtype=dtype, device=visible.device).where(visible, -torch.inf).expand(-1, -1, n, -1).repeat(1, 1, group, 1)
 
 
 def weights(query: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> Tensor:

@@ -15,26 +15,30 @@ _MUL1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MUL2 = 0x94D049BB133111EB - (1 << 64)
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
+def _shift(x: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     """Logical right shift: torch's >> on int64 copies the sign bit."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)).mul_(_MUL1)
-    x = x.bitwise_xor_(_shift(x, 27)).mul_(_MUL2)
-    return x.bitwise_xor_(_shift(x, 31))
+def _mix_(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The finaliser in place, and the scratch it used: fresh memory costs more than the arithmetic."""
+    scratch = _shift(x, 30)
+    x.bitwise_xor_(scratch).mul_(_MUL1)
+    x.bitwise_xor_(_shift(x, 27, scratch)).mul_(_MUL2)
+    return x.bitwise_xor_(_shift(x, 31, scratch)), scratch
 
 
 def key(seed: int, *parts: Tensor) -> Tensor:
     """Fold integer tensors (broadcast together) into one int64 key per element; order matters."""
-    k = _mix(torch.full((), seed & 0x7FFFFFFFFFFFFFFF, dtype=torch.int64, device=parts[0].device) + _GAMMA)
+    k, _ = _mix_(torch.full((), seed & 0x7FFFFFFFFFFFFFFF, dtype=torch.int64, device=parts[0].device) + _GAMMA)
     for part in parts:
-        k = _mix((k ^ _mix(part.to(torch.int64) + _GAMMA)) + _GAMMA)
+        k, _ = _mix_((k ^ _mix_(part.to(torch.int64) + _GAMMA)[0]) + _GAMMA)
     return k
 
 
 def uniform(keys: Tensor, counters: Tensor) -> Tensor:
     """float64 in [0, 1) with 53 random bits, one per element of `keys` and `counters` (broadcast together)."""
-    x = _mix(counters.to(torch.int64).mul(_GAMMA).add(keys))
-    return _shift(x, 11).to(torch.float64).mul_(2.0**-53)
+    # expanded counters would otherwise pass their zero strides on, as a layout with the candidates outermost
+    counters = counters.to(torch.int64, memory_format=torch.contiguous_format)
+    x, scratch = _mix_(torch.add(keys, counters, alpha=_GAMMA))
+    return x.view(torch.float64).copy_(_shift(x, 11, scratch)).mul_(2.0**-53)

@@ -48,6 +48,9 @@ def evicted(score: Tensor, surplus: Tensor | int, real: Tensor | None = None) ->
             return torch.zeros_like(score, dtype=torch.bool)
         # the few that go are cheaper to find than the many that stay
         cut = score.topk(surplus, dim=-1, largest=False).values[..., -1:]
+        gone = score <= cut
+        if int(gone.sum()) == gone.numel() // gone.shape[-1] * surplus:
+            return gone  # no row has a tie at its cut
         need = torch.tensor(surplus, device=score.device)
     else:
         need = surplus[..., None]
@@ -68,7 +71,9 @@ def slots_kept(keep: Tensor, width: int) -> Tensor:
     (a `gather` with an expanded index goes element by element).
     """
     rows = keep.numel() // keep.shape[-1]
-    return torch.nonzero_static(keep.reshape(-1), size=rows * width).squeeze(-1)
+    slots = keep.reshape(-1).nonzero().squeeze(-1)
+    assert slots.numel() == rows * width
+    return slots
 
 
 def slots_padded(keep: Tensor, width: int) -> tuple[Tensor, Tensor]:

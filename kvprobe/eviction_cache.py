@@ -80,6 +80,7 @@ class _Step:
     padded: bool
     positions: Tensor | None = None  # [b n], -1 for hidden columns
     visible: Tensor | None = None  # [1|b 1 n s] where all layers share it
+    folded: Tensor | None = None  # the same as att.attend hands it on
     done: bool = False
 
 
@@ -99,6 +100,7 @@ class EvictionCache(DynamicCache):
         self.rotate = rotate
         self.config, self.geometry, self.plan, self.policy, self.seed = config, geometry, plan, policy, seed
         self._rows = {layer: i for i, layer in enumerate(geometry.kv_layers)}
+        self._first, self._last = geometry.kv_layers[0], geometry.kv_layers[-1]
         for layer in geometry.kv_layers:
             self.layers[layer] = EvictionLayer()
         self._stock_full = next((i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer), None)
@@ -120,6 +122,7 @@ class EvictionCache(DynamicCache):
         self.seen: list[int] = []  # real tokens of each row
         self.prompt: list[int] = []
         self.count: np.ndarray | None = None  # real entries [l b hkv]
+        self.most: list[int] = []  # real entries of each row's fullest KV head: all that a step outside rounds looks at
         self.recorder: Recorder | None = None
         self.pins: PinTable | None = None
         self.closed = False  # prompt-time eviction is over
@@ -132,14 +135,14 @@ class EvictionCache(DynamicCache):
         extra = kwargs.get("kwargs")
         if extra is None:
             raise RuntimeError("this model's attention does not hand its arguments to cache.update: kvprobe's attention function would not find its cache")
-        if layer_idx == self.geometry.kv_layers[0]:
+        if layer_idx == self._first:
             self._enter(key_states)
         keys, values = self.layers[layer_idx].update(key_states, value_states)
         extra["kvprobe_cache"] = self
         return keys, values
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        if self.geometry.kv_layers[0] > 0:  # asked before any layer runs: later, layers below the first evicted one have taken the chunk
+        if self._first > 0:  # asked before any layer runs: later, layers below the first evicted one have taken the chunk
             self._check_room(query_length)
         # one mask serves all full layers: it must fit those left to transformers, evicted ones make their own
         return super().get_mask_sizes(query_length, layer_idx if self._stock_full is None or layer_idx not in self._rows else self._stock_full)
@@ -168,7 +171,7 @@ class EvictionCache(DynamicCache):
         for name in ("window_positions", "turned"):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name).index_select(0, indices.to(self.kept_device)))
-        self.count = self.count[:, rows]
+        self.count, self.most = self.count[:, rows], [self.most[b] for b in rows]
         self.seen, self.prompt = [self.seen[b] for b in rows], [self.prompt[b] for b in rows]
         self.instances = [self.instances[b] for b in rows]
         self.row_pins = [self.row_pins[b] for b in rows]
@@ -207,7 +210,7 @@ class EvictionCache(DynamicCache):
             return None
         if self.count is None:
             return self.plan.fires_at
-        return max(1, self.plan.fires_at - int(self._charged().max()))
+        return max(1, self.plan.fires_at - max(self._charged()))
 
     @property
     def keep_log(self) -> KeepLog:
@@ -256,8 +259,9 @@ class EvictionCache(DynamicCache):
         self.step = _Step(n, padded=False)
 
     def _check_room(self, n: int) -> None:
-        if self.count is not None and self.room is not None and n > self.room:
-            raise ValueError(f"a chunk of {n} tokens would cross a round: feed at most {self.room} now (kvprobe's engine splits for you)")
+        room = None if self.count is None else self.room
+        if room is not None and n > room:
+            raise ValueError(f"a chunk of {n} tokens would cross a round: feed at most {room} now (kvprobe's engine splits for you)")
 
     def _start(self, batch: int, device: torch.device) -> None:
         self.instances = list(range(batch)) if self.instances is None else list(self.instances)
@@ -265,7 +269,7 @@ class EvictionCache(DynamicCache):
         if len(self.instances) != batch or len(self.row_pins) != batch:
             raise ValueError(f"{len(self.instances)} instances and {len(self.row_pins)} lists of pins for a batch of {batch} rows")
         self.count = np.zeros((len(self._rows), batch, self.geometry.n_kv), dtype=np.int64)
-        self.seen = [0] * batch
+        self.seen, self.most = [0] * batch, [0] * batch
         self.recorder = Recorder(self.geometry.kv_layers, batch, self.geometry.n_kv, device)
 
     def _note_tokens(self, mask: Tensor | None, device: torch.device) -> None:
@@ -282,7 +286,7 @@ class EvictionCache(DynamicCache):
             step.padded, self.ragged, real = True, True, shown.sum(1).tolist()
             step.positions = (start + shown.cumsum(1, dtype=torch.int32) - 1).masked_fill(~shown, -1)
         self.tail.append(step.positions)
-        self.seen = [s + r for s, r in zip(self.seen, real)]
+        self.seen, self.most = ([x + r for x, r in zip(old, real)] for old in (self.seen, self.most))
         self.count += np.asarray(real)[None, :, None]
         if self.window:
             old = [] if self.window_positions is None else [self.window_positions]
@@ -333,24 +337,30 @@ class EvictionCache(DynamicCache):
         """Attention of one evicted layer, then whatever the policy needs from it, then the round if this was the last layer."""
         layer_idx = module.layer_idx
         row, layer = self._rows[layer_idx], self.layers[layer_idx]
-        if layer_idx == self.geometry.kv_layers[0]:
+        if layer_idx == self._first:
             self._note_tokens(mask, query.device)
+        step, needs = self.step, self.policy.needs
         # nothing evicted yet, or one new token: the stock path, bit for bit
-        stock = not self.ragged and (self.step.n == 1 or keys.shape[-2] == self.step.n)
-        visible = None if stock and not self.policy.needs.attn_mass else self._visible(row, query.device)
+        stock = not self.ragged and (step.n == 1 or keys.shape[-2] == step.n)
+        visible = None if stock and not needs.attn_mass else self._visible(row, query.device)
         if stock:
             out = sdpa_attention_forward(module, query, keys, values, None, dropout=dropout, scaling=scaling)[0]
-        else:
+        elif self.ragged:
             out = att.attend(query, keys, values, visible, scaling, dropout)
-        if self.step.padded:
-            out = out.masked_fill((self.step.positions < 0)[:, :, None, None].to(out.device), 0.0)
-        self._observe(layer, query, keys, visible, scaling)
-        if layer_idx == self.geometry.kv_layers[-1]:
+        else:
+            if step.folded is None:
+                step.folded = att.folded(visible, step.n, self.geometry.group, query.dtype)
+            out = att.attend(query, keys, values, step.folded.to(query.device), scaling, dropout)
+        if step.padded:
+            out = out.masked_fill((step.positions < 0)[:, :, None, None].to(out.device), 0.0)
+        layer.scaling = scaling
+        if self.window or needs.attn_mass:
+            self._observe(layer, query, keys, visible, scaling)
+        if layer_idx == self._last:
             self._leave()
         return out, None
 
     def _observe(self, layer: EvictionLayer, query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float) -> None:
-        layer.scaling = scaling
         if self.window:
             new = query[:, :, -self.window :]
             old = layer.queries
@@ -368,11 +378,11 @@ class EvictionCache(DynamicCache):
 
     # -- one round --------------------------------------------------------------------------------------------------
 
-    def _charged(self) -> np.ndarray:
-        """Entries that count against the plan [l b hkv]; pins on top of the budget do not."""
+    def _charged(self) -> list[int]:
+        """Per row the entries of its fullest KV head that count against the plan; pins on top of the budget do not."""
         if not self.plan.pins_free:
-            return self.count
-        return self.count - self._held()
+            return self.most
+        return (self.count - self._held()).max(axis=(0, 2)).tolist()
 
     def _held(self):
         boundary = [s - self.plan.buffer for s in self.seen]
@@ -381,14 +391,13 @@ class EvictionCache(DynamicCache):
     def _leave(self) -> None:
         """The last evicted layer's attention is done: close the step and fire what is due."""
         self.step.done = True
-        charged = self._charged().max(axis=(0, 2))
         if self.plan.schedule == "rounds":
-            due = charged >= self.plan.fires_at
+            due = [charged >= self.plan.fires_at for charged in self._charged()]
         else:
-            due = (charged > self.plan.keep) & (not self.closed)
+            due = [charged > self.plan.keep and not self.closed for charged in self._charged()]
             self.closed = True
-        if due.any():
-            self._round(due)
+        if any(due):
+            self._round(np.array(due))
 
     def _surplus(self, due: np.ndarray) -> np.ndarray:
         """How many candidates go, [l b hkv]."""
@@ -410,7 +419,7 @@ class EvictionCache(DynamicCache):
         bias = self.pins.bias(positions[..., :candidates], self.prompt, self.seen)
         every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
         on_device = torch.as_tensor(surplus, device=score.device)
-        if bias is not None or not bool(torch.isfinite(score).all()):
+        if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
             not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
             score = evict.biased(score.masked_fill(not_due, 0.0), None if bias is None else bias.masked_fill(not_due, 0.0),
                                  on_device, every.expand_as(score), sites=f" (layers {list(self._rows)}, policy {self.policy})")
@@ -426,13 +435,14 @@ class EvictionCache(DynamicCache):
         for i, number in enumerate(self._rows):
             layer = self.layers[number]
             at = layer.keys.device
+            here = (lambda x: x) if at == device else (lambda x, _at=at: x.to(_at))
             yield CacheView(
-                layer=number, positions=positions[i, ..., :candidates].to(at), keys=layer.keys[:, :, :candidates],
-                values=layer.values[:, :, :candidates], now=now.to(at), round=rounds.to(at), keep=self.plan.keep,
+                layer=number, positions=here(positions[i, ..., :candidates]), keys=layer.keys[:, :, :candidates],
+                values=layer.values[:, :, :candidates], now=here(now), round=here(rounds), keep=self.plan.keep,
                 buffer=self.plan.buffer, scaling=layer.scaling, queries=layer.queries,
-                query_positions=self.window_positions.to(at) if self.window else None,
+                query_positions=here(self.window_positions) if self.window else None,
                 columns={name: column[..., :candidates] for name, column in layer.columns.items()},
-                rand=lambda *a, _i=i, **k: rand(_i, *a, **k).to(at),
+                rand=lambda *a, _i=i, _here=here, **k: _here(rand(_i, *a, **k)),
                 banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device))
 
     def _draws(self, positions: Tensor, rounds: Tensor):
@@ -469,6 +479,7 @@ class EvictionCache(DynamicCache):
         if self.ragged:
             keep &= positions >= 0
         self.count = self.count - surplus
+        self.most = self.count.max(axis=(0, 2)).tolist()
         width = int(self.count.max())
         if (self.count == width).all():
             slots, self.ragged = evict.slots_kept(keep, width), False
@@ -480,9 +491,9 @@ class EvictionCache(DynamicCache):
         turns = None if self.rotate is None else self._turns(slots, kept, width)
         self.kept, self.tail = kept, []
         slots = slots.view(len(self._rows), -1)
-        per_layer = keep[0].numel()
+        slots -= torch.arange(len(self._rows), device=slots.device)[:, None] * keep[0].numel()  # each layer's own
         for i, number in enumerate(self._rows):
-            layer, own = self.layers[number], slots[i] - i * per_layer
+            layer, own = self.layers[number], slots[i]
             layer.keys = evict.take(layer.keys, own, width)
             if turns is not None:
                 layer.keys = self.rotate(number, layer.keys, turns[i].to(layer.keys.device))
