@@ -107,9 +107,26 @@ def test_memory_is_known_before_and_refused_above_the_limit(llama, ids):
 def test_a_slice_does_not_keep_the_whole_tensor_alive(llama, ids):
     """A13, G01: every captured tensor owns just its own bytes."""
     c = kvprobe.capture(llama[0], ids, what=ALL, positions=[-1])
-    for name in ALL:
-        for t in getattr(c, name).values():
-            assert t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    blocks = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for name in ALL for t in getattr(c, name).values()}
+    assert sum(blocks.values()) == c.nbytes
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3"])
+def test_a_whole_capture_owns_nothing_else(kind, ids):
+    """Phi3 cuts values out of a fused projection: keeping the cut would keep the projection."""
+    c = kvprobe.capture(tiny.pair(kind)[0], ids, what=("q", "k", "v"))
+    blocks = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for name in ("q", "k", "v") for t in getattr(c, name).values()}
+    assert sum(blocks.values()) == c.nbytes
+
+
+def test_a_capture_shares_no_memory_with_the_cache(llama, ids):
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=llama[0].model.config)
+    c = kvprobe.capture(llama[0], ids, what=("k", "v"), cache=cache)
+    before = c.k[1].clone()
+    cache.layers[1].keys.zero_()
+    assert torch.equal(c.k[1], before)
 
 
 def test_left_padding_gives_what_single_runs_give(model):

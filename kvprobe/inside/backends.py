@@ -34,6 +34,7 @@ def with_nnsight(model: Model, layers: Sequence[int], feed: dict, read: Reading,
             q, k, v, mask = arguments[1:5]
             result = call.output
             got[layer] = read(layer, q, k, v, mask, options.get("scaling"), result[0], layer in own)
+            del arguments, options, q, k, v, mask, result  # else they live until the next layer's are there
         logits = w.output.logits.save()
     return dict(got), logits
 

@@ -53,7 +53,7 @@ def capture(model, text, *, layers=None, q_heads: Sequence[int] | None = None, k
     need = request.bytes(model.geometry, ids.shape[0], length, model.model.dtype.itemsize)
     if need > limit_bytes:
         raise ValueError(f"this capture would hold {need / 1e9:.2f} GB, the limit is {limit_bytes / 1e9:.2f} GB: ask for fewer layers, heads or positions, or raise limit_bytes")
-    walk = _Walk(model, request, Reader(request, length, hold_keys=steps > 0), cache, backend, wrapper, remote, steps)
+    walk = _Walk(model, request, Reader(request, length, hold_keys=steps > 0, cached=cache is not None), cache, backend, wrapper, remote, steps)
     return walk.run(ids, mask)
 
 
@@ -185,11 +185,11 @@ class _Walk(Walk):
                     joined[name][layer] = torch.cat([p[layer][name] for p in self.parts], dim=2)
             final = self.parts[-1][layer]
             if "held" in final:
-                final = self.reader.keys(final["held"], final["where"])
+                final = self.reader.keys(layer, final["held"], final["where"])
             for name in ("k", "v", "k_positions"):
                 if name in final:
                     joined[name][layer] = final[name]
-        rows = [self.reader._rows(p) for p in self.passes]
+        rows = [self.reader.rows(p)[0] for p in self.passes]
         at = [torch.where(r >= 0, p.q_positions.gather(1, r.clamp(min=0)), -1) for r, p in zip(rows, self.passes)]
         m = self.model
         return Capture(**joined, q_positions=torch.cat(at, dim=1), layers=self.request.layers, q_heads=self.request.q_heads, kv_heads=self.request.kv_heads,

@@ -49,37 +49,57 @@ class Reader:
     request: Request
     text: int  # positions the whole text will have
     hold_keys: bool = False  # keys and values of a later step will replace these: keep references, copy at the end
+    cached: bool = False  # keys and values are a cache's own tensors
+    _rows_of: tuple[Pass, Tensor, bool] | None = None
+    _pool: dict[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, at: Pass, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, out: Tensor | None, own: bool) -> dict:
         r, got = self.request, {}
-        rows = self._rows(at)
+        rows, every = self.rows(at)
         if "q" in r.what:
-            got["q"] = self._cut(q[:, list(r.q_heads)], rows)
+            got["q"] = self._cut("q", layer, q, r.q_heads, rows, every)
         if "out" in r.what:
-            got["out"] = self._cut(out.transpose(1, 2)[:, list(r.q_heads)], rows)
+            got["out"] = self._cut("out", layer, out.transpose(1, 2), r.q_heads, rows, every)
         if "attn" in r.what:
             got["attn"] = self._weights(at, layer, q, k, visible(at, layer, k, mask, own), scaling, rows)
         if "k" in r.what or "v" in r.what:
             held = {name: x for name, x in (("k", k), ("v", v)) if name in r.what}
             where = at.keys_at(layer, k)
-            got |= {"held": held, "where": where} if self.hold_keys else self.keys(held, where)
+            got |= {"held": held, "where": where} if self.hold_keys else self.keys(layer, held, where)
         return got
 
-    def _rows(self, at: Pass) -> Tensor:
-        """Columns of this forward [b m] whose positions were asked for, -1 where a row has fewer than another."""
-        wanted = torch.zeros(self.text, dtype=torch.bool)
-        wanted[self.request.columns(self.text)] = True
-        q = at.q_positions.cpu()
-        hit = (q >= 0) & wanted[q.clamp(min=0)]
-        width = int(hit.sum(1).max()) if hit.numel() else 0
-        order = hit.to(torch.int8).sort(dim=1, stable=True).indices[:, hit.shape[1] - width :]
-        return torch.where(hit.gather(1, order), order, -1).to(at.q_positions.device)
+    def rows(self, at: Pass) -> tuple[Tensor, bool]:
+        """Columns of this forward [b m] whose positions were asked for, -1 where a row has fewer than another; and whether
+        they are all columns of all rows. Made once per forward."""
+        if self._rows_of is None or self._rows_of[0] is not at:
+            q = at.q_positions.cpu()
+            wanted = torch.zeros(self.text, dtype=torch.bool)
+            wanted[self.request.columns(self.text)] = True
+            hit = (q >= 0) & wanted[q.clamp(min=0)]
+            width = int(hit.sum(1).max()) if hit.numel() else 0
+            order = hit.to(torch.int8).sort(dim=1, stable=True).indices[:, hit.shape[1] - width :]
+            found = torch.where(hit.gather(1, order), order, -1).to(at.q_positions.device)
+            self._rows_of = at, found, bool(hit.all())
+        return self._rows_of[1:]
 
-    def _cut(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x [b h n d] at rows [b m], zeros where there is none; always a copy."""
-        rows = rows.to(x.device)
-        picked = x.gather(2, rows.clamp(min=0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-        return picked.masked_fill_((rows < 0)[:, None, :, None], 0)
+    def _cut(self, name: str, layer: int, x: Tensor, heads: tuple[int, ...], rows: Tensor, every: bool) -> Tensor:
+        """x [b h n d] at some heads and rows [b m], zeros where there is none."""
+        all_heads = len(heads) == x.shape[1]
+        if every and all_heads:
+            return _owned(x)
+        x = x if all_heads else x[:, list(heads)]
+        return self._keep(name, layer, x if every else _pick(x, rows.to(x.device)))
+
+    def _keep(self, name: str, layer: int, x: Tensor) -> Tensor:
+        """A copy of x. All layers of one kind share one block of memory: small tensors that stay among large ones that go
+        would leave the heap full of holes."""
+        if self.hold_keys:
+            return x.clone()
+        i, n = self.request.layers.index(layer), len(self.request.layers)
+        pool = self._pool.get(name)
+        if pool is None or pool.shape[1:] != x.shape or pool.device != x.device:
+            pool = self._pool[name] = x.new_empty(n, *x.shape)
+        return pool[i].copy_(x)
 
     def _weights(self, at: Pass, layer: int, q: Tensor, k: Tensor, seen: Tensor, scaling: float, rows: Tensor) -> Tensor:
         """Attention weights [b hq m text] over positions, one block of rows at a time."""
@@ -92,25 +112,45 @@ class Reader:
         seen = seen.expand(-1, k.shape[1], -1, -1)
         for i in range(0, rows.shape[1], block):
             part = rows[:, i : i + block].to(q.device)
-            picked = self._cut(q[:, heads], part)
+            picked = _pick(q[:, heads], part)
             shown = seen[:, kv].gather(2, part.clamp(min=0)[:, None, :, None].expand(-1, len(heads), -1, seen.shape[-1]))
             shown &= (part >= 0)[:, None, :, None]
             w = att.weights(picked, k[:, kv], shown, scaling)[:, :, 0]
             result[:, :, i : i + block].scatter_add_(3, where[:, :, None, :].expand(-1, -1, part.shape[1], -1), w)
         return result
 
-    def keys(self, held: dict[str, Tensor], where: Tensor) -> dict:
+    def keys(self, layer: int, held: dict[str, Tensor], where: Tensor) -> dict:
         """Keys and values of the asked heads and positions [b hkv s d], and where they stand."""
         heads = list(self.request.kv_heads)
-        where = where[:, heads]
+        all_heads = len(heads) == where.shape[1]
+        where = where if all_heads else where[:, heads]
+        cut = {}
         if self.request.positions is None:
-            shown = (where >= 0)[..., None]
-            return {name: x[:, heads] * shown.to(x.device) for name, x in held.items()} | {"k_positions": where.clone()}
+            hidden = (where < 0)[..., None]
+            some = bool(hidden.any())
+            for name, x in held.items():
+                x = x if all_heads else x[:, heads]
+                x = x.masked_fill(hidden.to(x.device), 0) if some else x
+                cut[name] = x.clone() if self.cached and all_heads and not some else _owned(x)
+            return cut | {"k_positions": where}
         wanted = torch.tensor(self.request.columns(self.text), device=where.device)
         match = where[:, :, None, :] == wanted[None, None, :, None]
         there, slot = match.any(-1), match.to(torch.int8).argmax(-1)
-        cut = {}
         for name, x in held.items():
             index = slot[..., None].expand(*slot.shape, x.shape[-1]).to(x.device)
-            cut[name] = x[:, heads].gather(2, index).masked_fill_(~there[..., None].to(x.device), 0)
+            cut[name] = self._keep(name, layer, x[:, heads].gather(2, index).masked_fill_(~there[..., None].to(x.device), 0))
         return cut | {"k_positions": torch.where(there, wanted, -1)}
+
+
+def _owned(x: Tensor) -> Tensor:
+    """x itself where it is all that its memory holds, else a copy: a view of something larger would keep that alive."""
+    return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
+
+
+def _pick(x: Tensor, rows: Tensor) -> Tensor:
+    """x [b h n d] at rows [b m], zeros where there is none."""
+    first, m = int(rows[0, 0]) if rows.numel() else 0, rows.shape[1]
+    if bool((rows == torch.arange(first, first + m, device=rows.device)).all()):
+        return x[:, :, first : first + m]
+    picked = x.gather(2, rows.clamp(min=0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return picked.masked_fill_((rows < 0)[:, None, :, None], 0)

@@ -2,7 +2,7 @@
 
     python tests/bench/run.py [--quick] [--only forcing1 --only round ...] [--threads 1] [--model smollm2] [--out DIR]
 
-Parts: forcing1, forcing8 (speed at batch 1 and 8), exact, memory1, memory8, round, step. A full run takes about half an
+Parts: step, round, memory1, memory8, forcing1, forcing8 (speed at batch 1 and 8), capture, memory-capture, exact. A full run takes about half an
 hour of one core, --quick about ten minutes. Nothing else should run meanwhile; the load is printed with the results.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 import decode
 import eviction
 import forcing
+import looking
 import memory
 import numpy
 import psutil
@@ -65,6 +66,8 @@ def main() -> int:
         "memory8": lambda: memory.peaks(say, args.model, args.threads, batch=8, n=q(1, 2)),
         "forcing1": lambda: forcing.speed(*models(), say, batch=1, n=q(3, 7)),
         "forcing8": lambda: forcing.speed(*models(), say, batch=8, n=q(1, 3)),
+        "capture": lambda: looking.speed(*models(), say, n=q(3, 7)),
+        "memory-capture": lambda: memory.captures(say, args.model, args.threads, n=q(1, 3)),
         "exact": lambda: forcing.exact(models()[0], say, length=q(500, 1000)),
     }
     unknown = set(args.only or ()) - set(parts)
