@@ -42,9 +42,12 @@ def step(cache: EvictionCache, n: int = 1, batch: int = 1, *, query=None, key=No
 
 
 def walk(cache: EvictionCache, total: int, batch: int = 1, longest: int = 10**9) -> EvictionCache:
-    """Feed `total` tokens in steps as long as rounds and `longest` allow."""
-    while cache.get_seq_length() < total:
-        step(cache, min(longest, cache.room or total, total - cache.get_seq_length()), batch)
+    """Feed up to `total` tokens in all, in steps as long as rounds and `longest` allow."""
+    at = cache.get_seq_length()
+    while at < total:
+        n = min(longest, cache.room or total, total - at)
+        step(cache, n, batch)
+        at += n
     return cache
 
 

@@ -31,10 +31,9 @@ def simulate(block: int, keep: int, buffer: int, total: int, head: int, held=(),
 
 def check(block: int, keep: int, buffer: int, total: int, pins=(), **spans) -> None:
     cache = stub.cache(keep, buffer, options=dict(block=block), pins=pins)
-    while cache.get_seq_length() < total:
-        stub.walk(cache, min(total, cache.get_seq_length() + (cache.room or 1)))
+    for now in range(keep + 2 * buffer, total + 1, buffer):
+        stub.walk(cache, now)
         for head in (0, 1):
-            now = cache.get_seq_length()
             assert stub.held(cache, head=head) == simulate(block, keep, buffer, now, head, **spans), f"after {now} tokens, head {head}"
 
 

@@ -17,9 +17,9 @@ HELD = kvprobe.SpanPin(2, 6, frozenset({(0, 1), (1, 0)}))
 def recorded(cache, total: int, batch: int, longest: int):
     """Feed the cache; returns per row the keep-sets seen right after each of its rounds, and per token what it saw."""
     after, saw = [[] for _ in range(batch)], [[] for _ in range(batch)]
-    while cache.get_seq_length() < total:
-        held = cache_sets(cache) if cache.get_seq_length() else {}
-        start = cache.get_seq_length()
+    start = 0
+    while start < total:
+        held = cache_sets(cache) if start else {}
         n = min(longest, cache.room, total - start)
         rounds = [len(f) for f in (cache.keep_log.fired if start else [()] * batch)]
         stub.step(cache, n, batch)
@@ -28,6 +28,7 @@ def recorded(cache, total: int, batch: int, longest: int):
             saw[row] += [(t, mine, start) for t in range(start, start + n)]
             if len(cache.keep_log.fired[row]) > rounds[row]:
                 after[row].append({(layer, head): set(v) for (layer, b, head), v in cache_sets(cache).items() if b == row})
+        start += n
     return after, saw
 
 

@@ -63,6 +63,17 @@ def test_what_stands_in_the_padding_changes_nothing(llama, ids):
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
 
 
+def test_padding_gives_zeros():
+    """F02: a query of padding gives zeros and no nan, and takes part in nothing else."""
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    mask[1, :, :, :4] = False
+    key = torch.randn(2, 2, 6, 2, generator=torch.Generator().manual_seed(0))
+    (out,) = stub.step(stub.cache(KEEP, BUFFER), 6, 2, query=key, key=key, mask=mask)
+    assert (out[1, :4] == 0).all() and torch.isfinite(out).all()
+    (single,) = stub.step(stub.cache(KEEP, BUFFER), 2, query=key[1:, :, 4:], key=key[1:, :, 4:])
+    assert torch.allclose(out[1, 4:], single[0]) and torch.equal(out[1, 4, :], key[1, :, 4])
+
+
 def test_generate_on_a_padded_batch(llama, ids):
     model, _ = llama
     text, mask = padded(ids[:, :22])
