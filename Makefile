@@ -17,7 +17,7 @@ demo: setup            ## the planted-fact probe on the embedded model: table, r
 	$(BIN)/kvprobe run planted_fact --preset demo --out runs/demo
 
 test: setup            ## every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 bench: setup           ## speed and memory against stock transformers; nothing else should run meanwhile
 	$(BIN)/python tests/bench/run.py

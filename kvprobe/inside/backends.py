@@ -41,7 +41,7 @@ def with_nnsight(model: Model, layers: Sequence[int], feed: dict, read: Reading,
 
 def with_attention_function(model: Model, layers: Sequence[int], feed: dict, read: Reading) -> tuple[dict[int, dict], Tensor]:
     """Through the attention function that kvprobe has put into the model."""
-    from kvprobe import eviction_cache
+    from kvprobe import attention_function
 
     wanted, got, own = set(layers), {}, owned(feed.get("cache"))
 
@@ -49,7 +49,7 @@ def with_attention_function(model: Model, layers: Sequence[int], feed: dict, rea
         if module.layer_idx in wanted:
             got[module.layer_idx] = read(module.layer_idx, q, k, v, mask, scaling, out, module.layer_idx in own)
 
-    with torch.no_grad(), eviction_cache.listening(listen):
+    with torch.no_grad(), attention_function.listening(listen):
         logits = model.model(**feed).logits
     return got, logits
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvprobe
-from kvprobe.eviction_cache import ATTENTION
+from kvprobe.attention_function import ATTENTION
 from kvprobe.models import Model
 
 

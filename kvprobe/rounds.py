@@ -1,0 +1,150 @@
+"""One round of a cache: who is due, what each layer shows the policy, who goes, and the move of the survivors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import draws, evict
+from .types import CacheView
+
+
+class Rounds:
+    """The part of EvictionCache that fires rounds; it reads and writes the cache's own state and is used by nothing else."""
+
+    def _charged(self) -> list[int]:
+        """Per row the entries of its fullest KV head that count against the plan; pins on top of the budget do not."""
+        if not self.plan.pins_free:
+            return self.most
+        return (self.count - self._held()).max(axis=(0, 2)).tolist()
+
+    def _held(self):
+        boundary = [s - self.plan.buffer for s in self.seen]
+        return self.pins.held_before(boundary, self.prompt, self.seen)
+
+    def _leave(self) -> None:
+        """The last evicted layer's attention is done: close the step and fire what is due."""
+        self.step.done = True
+        if self.plan.schedule == "rounds":
+            due = [charged >= self.plan.fires_at for charged in self._charged()]
+        else:
+            due = [charged > self.plan.keep and not self.closed for charged in self._charged()]
+            self.closed = True
+        if any(due):
+            self._round(np.array(due))
+
+    def _surplus(self, due: np.ndarray) -> np.ndarray:
+        """How many candidates go, [l b hkv]."""
+        target = self.plan.keep + (self._held() if self.plan.pins_free else 0)
+        surplus = np.maximum(self.count - self.plan.buffer - target, 0)
+        return np.where(due[None, :, None], surplus, 0)
+
+    def _round(self, due: np.ndarray) -> None:
+        positions = self.positions
+        candidates = positions.shape[-1] - self.plan.buffer
+        if self.ragged and bool((positions[..., candidates:] < 0).any()):
+            self._compact(positions, torch.zeros_like(positions, dtype=torch.bool), np.zeros_like(self.count), np.zeros_like(due))
+            positions = self.positions  # hidden columns among the newest are dropped first: the buffer holds entries
+            candidates = positions.shape[-1] - self.plan.buffer
+        surplus = self._surplus(due)
+        real = positions[..., :candidates] >= 0 if self.ragged else None
+        score = torch.stack([self.policy.score(view).to(positions.device) for view in self._views(positions, candidates)])
+        score = score if score.dtype == torch.float64 else score.to(torch.float32)
+        bias = self.pins.bias(positions[..., :candidates], self.prompt, self.seen)
+        every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
+        on_device = torch.as_tensor(surplus, device=score.device)
+        if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
+            not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
+            score = evict.biased(score.masked_fill(not_due, 0.0), None if bias is None else bias.masked_fill(not_due, 0.0),
+                                 on_device, every.expand_as(score), sites=f" (layers {list(self._rows)}, policy {self.policy})")
+        same = int(surplus.flat[0]) if (surplus == surplus.flat[0]).all() else on_device
+        gone = evict.evicted(score, same, real)
+        self._compact(positions, gone, surplus, due)
+
+    def _views(self, positions: Tensor, candidates: int):
+        """One read-only view per evicted layer."""
+        device = positions.device
+        now, rounds = (torch.tensor(x, device=device) for x in (self.seen, [len(f) for f in self.recorder.fired]))
+        rand = self._draws(positions[..., :candidates], rounds)
+        for i, number in enumerate(self._rows):
+            layer = self.layers[number]
+            at = layer.keys.device
+            here = (lambda x: x) if at == device else (lambda x, _at=at: x.to(_at))
+            yield CacheView(
+                layer=number, positions=here(positions[i, ..., :candidates]), keys=layer.keys[:, :, :candidates],
+                values=layer.values[:, :, :candidates], now=here(now), round=here(rounds), keep=self.plan.keep,
+                buffer=self.plan.buffer, scaling=layer.scaling, queries=layer.queries,
+                query_positions=here(self.window_positions) if self.window else None,
+                columns={name: column[..., :candidates] for name, column in layer.columns.items()},
+                rand=lambda *a, _i=i, _here=here, **k: _here(rand(_i, *a, **k)),
+                banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device))
+
+    def _draws(self, positions: Tensor, rounds: Tensor):
+        """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).
+
+        `shared` leaves the KV head out (one draw for all heads of a layer); `counters` [b hkv c] replaces positions.
+        """
+        device = positions.device
+        instance = torch.tensor(self.instances, device=device)[None, :, None]
+        layers = torch.tensor(list(self._rows), device=device)[:, None, None]
+        heads = torch.arange(self.geometry.n_kv, device=device)[None, None, :]
+        made: dict = {}
+
+        def rand(i: int, shared: bool = False, counters: Tensor | None = None) -> Tensor:
+            if shared not in made:
+                made[shared] = draws.key(self.seed, instance, layers, heads * 0 - 1 if shared else heads, rounds[None, :, None])[..., None]
+            if counters is not None:
+                return draws.uniform(made[shared][i], counters.to(device))
+            if (shared, "all") not in made:  # all layers at once: a call per layer costs more than the arithmetic
+                made[shared, "all"] = draws.uniform(made[shared], positions)
+            return made[shared, "all"][i]
+
+        return rand
+
+    def _compact(self, positions: Tensor, gone: Tensor, surplus: np.ndarray, due: np.ndarray) -> None:
+        """Log the evicted, then move the survivors of each layer together; a layer's old tensors go as they are replaced."""
+        n_buffer = positions.shape[-1] - gone.shape[-1]
+        self.recorder.reserve(max(self.seen))
+        rounds = torch.tensor([len(f) for f in self.recorder.fired], device=gone.device)
+        self.recorder.record(gone, positions[..., : gone.shape[-1]], rounds)
+        for b in np.flatnonzero(due):
+            self.recorder.fired[b].append(self.seen[b])
+        keep = torch.cat([~gone, gone.new_ones(*gone.shape[:-1], n_buffer)], dim=-1)
+        if self.ragged:
+            keep &= positions >= 0
+        self.count = self.count - surplus
+        self.most = self.count.max(axis=(0, 2)).tolist()
+        width = int(self.count.max())
+        if (self.count == width).all():
+            slots, self.ragged = evict.slots_kept(keep, width), False
+            kept = positions.reshape(-1).index_select(0, slots).view(*keep.shape[:-1], width)
+        else:
+            self.ragged = True
+            slots, real = evict.slots_padded(keep, width)
+            kept = positions.reshape(-1).index_select(0, slots).view(real.shape).masked_fill(~real, -1)
+        turns = None if self.rotate is None else self._turns(slots, kept, width)
+        self.kept, self.tail = kept, []
+        slots = slots.view(len(self._rows), -1)
+        slots -= torch.arange(len(self._rows), device=slots.device)[:, None] * keep[0].numel()  # each layer's own
+        for i, number in enumerate(self._rows):
+            layer, own = self.layers[number], slots[i]
+            layer.keys = evict.take(layer.keys, own, width)
+            if turns is not None:
+                layer.keys = self.rotate(number, layer.keys, turns[i].to(layer.keys.device))
+            layer.values = evict.take(layer.values, own, width)
+            layer.columns = {name: evict.take(column, own, width) for name, column in layer.columns.items()}
+
+    def _turns(self, slots: Tensor, kept: Tensor, width: int) -> Tensor:
+        """[l b hkv k]: by how many positions each survivor moves so that all of them stand right before the next token.
+
+        Attention depends on distances only, so that this is the same as renumbering everything from 0, and the model may
+        go on counting tokens.
+        """
+        device, shape = kept.device, (len(self._rows), self.batch, self.geometry.n_kv, self.physical)
+        tail = [t.to(torch.int32) for t in self.tail]
+        stand = torch.cat([*([] if self.turned is None else [self.turned]), *tail], dim=1)[None, :, None, :].expand(shape)
+        before = stand.reshape(-1).index_select(0, slots.reshape(-1)).view(kept.shape)
+        now = torch.tensor(self.seen, dtype=torch.int32, device=device)[:, None]
+        self.turned = now - width + torch.arange(width, dtype=torch.int32, device=device)
+        return (self.turned[None, :, None, :] - before).masked_fill(kept < 0, 0)
