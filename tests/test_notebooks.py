@@ -30,7 +30,7 @@ def test_it_is_committed_with_its_figures_and_holds_no_loop_or_definition(path):
             assert not isinstance(node, ast.For | ast.While | ast.FunctionDef | ast.ClassDef | ast.Lambda | ast.comprehension), cell.source
     outputs = [o for c in code for o in c.outputs]
     assert sum("image/png" in o.get("data", {}) for o in outputs) >= 2
-    assert not any(o.output_type == "error" for o in outputs)
+    assert not any(o.output_type == "error" or o.get("name") == "stderr" for o in outputs)  # warnings name paths of a machine
 
 
 def test_importing_sets_no_plot_backend():
