@@ -10,7 +10,7 @@ from oracle import Reference, cache_sets, random_scores
 from sidebyside import ATOL, feed, walk
 
 KEEP, BUFFER, SEED = 10, 4, 3
-BOX = (3, 8)
+BOXES = {"old box": (3, 8), "box across the buffer's edge": (12, 19)}
 SITES = frozenset({(0, 1), (1, 0)})
 STEPS = {"tokens": 1, "chunks": 64}
 
@@ -23,12 +23,11 @@ def plain_reference(model, stock, rows, **options):
     return Reference(stock, model.geometry.kv_layers, model.geometry.n_kv, KEEP, BUFFER, random_scores(SEED, range(rows)), **options)
 
 
-def held_box(layer, row, head, reference):
-    return set(range(*BOX)) if (layer, head) in SITES else set()
-
-
-def banned_box(layer, row, head, reference):
-    return set(range(*BOX)) - held_box(layer, row, head, reference)
+def box_rules(box) -> dict:
+    """The reference's rules for a box that is held at SITES and banned elsewhere."""
+    inside = set(range(*box))
+    return dict(held=lambda layer, row, head, reference: inside if (layer, head) in SITES else set(),
+                banned=lambda layer, row, head, reference: set() if (layer, head) in SITES else inside)
 
 
 @pytest.mark.parametrize("longest", STEPS.values(), ids=STEPS)
@@ -41,15 +40,16 @@ def test_uniform_counts(llama, ids, longest):
 
 @pytest.mark.parametrize("longest", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("elsewhere", ["ban", "free"])
-def test_ragged_heads(llama, ids, longest, elsewhere):
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
+def test_ragged_heads(llama, ids, box, elsewhere, longest):
     """Pins on top of the budget, at some sites only: heads of one layer keep different counts."""
     model, stock = llama
-    pins = [kvprobe.SpanPin(*BOX, SITES, elsewhere=elsewhere)]
-    cache = plain_cache(model, pins=pins, pins_free=True)
-    reference = plain_reference(model, stock, 3, held=held_box, banned=banned_box if elsewhere == "ban" else None, free=True)
-    assert walk(model, cache, reference, ids[:, :48], prefill=5, longest=longest) >= 3 * 7
+    cache = plain_cache(model, pins=[kvprobe.SpanPin(*box, SITES, elsewhere=elsewhere)], pins_free=True)
+    rules = box_rules(box) if elsewhere == "ban" else dict(held=box_rules(box)["held"])
+    reference = plain_reference(model, stock, 2, free=True, **rules)
+    assert walk(model, cache, reference, ids[:2, :42], prefill=5, longest=longest) >= 2 * 5
     counts = {site: len(held) for site, held in cache_sets(cache).items()}
-    assert counts[0, 0, 1] == counts[0, 0, 0] + 5, "the pinned head should hold the box on top"
+    assert counts[0, 0, 1] == counts[0, 0, 0] + box[1] - box[0], "the pinned head should hold the box on top"
 
 
 @pytest.mark.parametrize("longest", STEPS.values(), ids=STEPS)
@@ -69,9 +69,8 @@ def test_ragged_heads_and_rows(llama, ids):
     model, stock = llama
     mask = torch.ones(3, 44, dtype=torch.bool)
     mask[0, :6] = False
-    pins = [kvprobe.SpanPin(*BOX, SITES)]
-    cache = plain_cache(model, pins=pins, pins_free=True)
-    reference = plain_reference(model, stock, 3, held=held_box, banned=banned_box, free=True)
+    cache = plain_cache(model, pins=[kvprobe.SpanPin(12, 19, SITES)], pins_free=True)
+    reference = plain_reference(model, stock, 3, free=True, **box_rules((12, 19)))
     assert walk(model, cache, reference, ids[:, :44], prefill=9, longest=3, mask=mask) > 15
 
 

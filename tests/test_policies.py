@@ -216,6 +216,15 @@ def test_h2o_on_a_hand_made_matrix(chunks):
         assert stub.held(short, head=head) == sorted(np.argsort(want[head][:6])[-3:].tolist()) + [6, 7]
 
 
+def test_a_long_prompt_is_summed_in_blocks(monkeypatch):
+    """Blocks of two queries give what one block gives."""
+    a = hand_made(np.random.default_rng(3))
+    query, key = attending(a)[None, None], torch.eye(8, dtype=torch.float64)[None, None]
+    visible = torch.ones(8, 8, dtype=torch.bool).tril()[None, None]
+    monkeypatch.setattr(attention, "BLOCK_BYTES", 8 * 8 * 2)
+    assert np.allclose(attention.attention_mass(query, key, visible, 1.0)[0, 0].numpy(), a.sum(0), atol=1e-12)
+
+
 def heavy(reference, layer, row, head, number, candidates):
     """Attention received since each entry came, from everything that was visible, meaned over the group."""
     mass = reference.mass[layer][row]
@@ -267,14 +276,15 @@ def largest(x: np.ndarray, kernel: int) -> np.ndarray:
 
 
 def voted(window: int, kernel: int, pool=average, reduce=np.mean, group=np.mean):
-    """SnapKV as written: per query head softmax over candidates, over the window's queries, pooled, then over the group."""
+    """SnapKV as written: per query head softmax over the candidates a query sees, over the window's queries, pooled, then over the group."""
 
     def scores(reference, layer, row, head, number, candidates):
         keys, queries = reference.keys_at(layer, row, head, candidates), reference.newest_queries(layer, row, window)
-        size = queries.shape[1] // reference.heads
+        first, size = len(reference.column[row]) - len(queries), queries.shape[1] // reference.heads
         votes = []
         for h in range(head * size, (head + 1) * size):
-            attended = np.array([softmax(keys @ q[h] * reference.scaling) for q in queries])
+            hidden = np.array([[p > first + w for p in candidates] for w in range(len(queries))])
+            attended = np.array([softmax(np.where(hidden[w], -np.inf, keys @ q[h] * reference.scaling)) for w, q in enumerate(queries)])
             votes.append(pool(reduce(attended, axis=0), kernel))
         return dict(zip(candidates, group(votes, axis=0)))
 
@@ -286,7 +296,7 @@ VARIANTS = {
     "max7": (dict(kernel=7, pooling="max"), voted(BUFFER, 7, largest)),
     "sum, window 2, group max": (dict(window=2, queries="sum", group="max", kernel=3), voted(2, 3, reduce=np.sum, group=np.max)),
     "no pooling, group sum": (dict(kernel=1, group="sum"), voted(BUFFER, 1, group=np.sum)),
-    "window beyond the buffer": (dict(window=3), voted(3, 5)),
+    "window beyond the buffer": (dict(window=9), voted(9, 5)),
 }
 
 
@@ -297,6 +307,24 @@ def test_snapkv(llama, ids, variant, longest):
     options, scores = VARIANTS[variant]
     cache = kvprobe.cache(model, policy="snapkv", keep=KEEP, buffer=BUFFER, **options)
     assert walk(model, cache, reference_for(llama, scores), ids[:2, :40], prefill=3, longest=longest) == 2 * 6
+
+
+def test_snapkv_at_prompt_end(llama, ids):
+    """The window's own entries are candidates here, and see one another causally."""
+    model, stock = llama
+    cache = kvprobe.cache(model, policy="snapkv", keep=14, schedule="prompt_end", window=6)
+    reference = Reference(stock, (0, 1), 2, 14, 0, voted(6, 5), rounds=False)
+    assert walk(model, cache, reference, ids[:, :40], prefill=33, longest=3) == 3
+
+
+def test_the_sum_over_queries_is_the_mean_times_their_number(llama, ids):
+    """The same sets, but the number that is reported."""
+    found = {}
+    for how in ("mean", "sum"):
+        spy = Spy(make_policy("snapkv", dict(queries=how)))
+        feed(llama[0], kvprobe.cache(llama[0], policy=spy, keep=KEEP, buffer=BUFFER), ids[:1, :30])
+        found[how] = spy.scores[0]
+    assert torch.allclose(found["sum"], found["mean"] * BUFFER, atol=1e-14)
 
 
 def test_snapkv_with_padding(llama, ids):

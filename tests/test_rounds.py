@@ -47,19 +47,18 @@ def test_prefill_around_the_budget(length):
     assert stub.held(cache)[-8:] == list(range(length - 8, length)), "the buffer is never evicted"
 
 
-def test_three_prompts_through_one_cache(llama, ids):
+@pytest.mark.parametrize("policy", ["random", "h2o", "snapkv"])
+def test_three_prompts_through_one_cache(llama, ids, policy):
     """B01: every text ends at the budget, and is treated as by a new cache."""
     model, _ = llama
-    used = kvprobe.cache(model, keep=10, buffer=4, seed=1)
+    used = kvprobe.cache(model, policy=policy, keep=10, buffer=4, seed=1)
     for row in range(3):
         used.reset()
-        fresh = kvprobe.cache(model, keep=10, buffer=4, seed=1)
+        fresh = kvprobe.cache(model, policy=policy, keep=10, buffer=4, seed=1)
         for cache in (used, fresh):
-            with torch.no_grad():
-                logits = model.model(ids[row : row + 1, : 40 + row], cache=cache).logits
-        assert used.physical == 14 and used.get_seq_length() == 40 + row and used.keep_log.length == (40 + row,)
-        assert cache_sets(used) == cache_sets(fresh)
-    assert torch.isfinite(logits).all()
+            kvprobe.force(model, cache, ids[row : row + 1, : 42 + row], longest=16)
+        assert used.physical == fresh.physical <= 18 and used.keep_log.length == (42 + row,) and used.get_seq_length() == 42 + row
+        assert cache_sets(used) == cache_sets(fresh) and used.keep_log.fired == fresh.keep_log.fired != ((),)
 
 
 def test_reset_takes_a_batch_of_another_size():
@@ -293,6 +292,24 @@ def test_selecting_rows_takes_pins_draws_and_logs_along():
     straight = stub.walk(stub.cache(10, 4, row_pins=[row_pins[i] for i in order], instances=[6, 4, 4]), 60, batch=3)
     assert cache_sets(moved) == cache_sets(straight)
     assert (moved.keep_log.died == straight.keep_log.died).all() and moved.keep_log.fired == straight.keep_log.fired
+
+
+def test_selected_rows_keep_rounds_of_their_own():
+    def padded(pads: list[int]) -> EvictionCache:
+        mask = torch.ones(len(pads), 1, 8, 8, dtype=torch.bool).tril()
+        for row, pad in enumerate(pads):
+            mask[row, :, :, :pad] = False
+        cache = stub.cache(10, 4, instances=[{0: 4, 3: 5, 5: 6}[pad] for pad in pads])
+        stub.step(cache, 8, len(pads), mask=mask)
+        return stub.walk(cache, 29, batch=len(pads))
+
+    moved, straight = padded([0, 3, 5]), padded([5, 0, 0])
+    assert moved.keep_log.fired == ((18, 22, 26), (18, 22, 26), (18, 22))
+    moved.batch_select_indices(torch.tensor([2, 0, 0]))
+    for cache in (moved, straight):
+        stub.walk(cache, 60, batch=3)
+    assert cache_sets(moved) == cache_sets(straight) and moved.keep_log.fired == straight.keep_log.fired
+    assert (moved.keep_log.died == straight.keep_log.died).all() and moved.keep_log.length == straight.keep_log.length
 
 
 def test_branches_share_the_prefix_and_nothing_after_it(llama, ids):
