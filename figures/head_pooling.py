@@ -63,7 +63,7 @@ def _bars(ax, table: pd.DataFrame, key: str, colors: dict) -> None:
 
 def _label(axes, table: pd.DataFrame) -> None:
     axes[-1].set_xticks(range(len(table)), [_tick(c) for c in table.condition])
-    axes[-1].set_xlabel("KV heads that hold the fact (in every layer, unless named); others lose it at the first round")
+    axes[-1].set_xlabel("KV heads that hold the fact (in every layer, unless named); others lose it first of all")
     edges = [i for i in range(1, len(table)) if table.group[i] != table.group[i - 1]]
     for ax in axes:
         for edge in edges:

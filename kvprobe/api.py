@@ -13,7 +13,7 @@ from .types import POSITIONS, Plan
 
 
 def cache(model, *, policy="random", keep: int | None = None, keep_ratio: float | None = None, length: int | None = None,
-          buffer: int = 64, protect_prompt: bool = False, pins: Sequence[Pin] = (), row_pins: Sequence[Sequence[Pin]] | None = None,
+          buffer: int = 64, buffer_in_keep: bool = False, protect_prompt: bool = False, pins: Sequence[Pin] = (), row_pins: Sequence[Sequence[Pin]] | None = None,
           pins_free: bool = False, schedule: str = "rounds", instances: Sequence[int] | None = None, seed: int = 0,
           positions: str = "original", **policy_options) -> EvictionCache:
     """A cache that evicts by itself, for a user's own `model.generate(..., cache=...)` or forward.
@@ -21,14 +21,16 @@ def cache(model, *, policy="random", keep: int | None = None, keep_ratio: float 
     model: what `kvprobe.load` returned, or a transformers model (kvprobe's attention function is put into it).
     policy: a name of `kvprobe list`, a .py file or a policy; policy_options are its fields. keep: entries per KV head
     that survive a round, or keep_ratio of `length` tokens. buffer: newest entries, never scored; a round fires after the
-    step at which a row holds keep + 2 * buffer entries. protect_prompt pins the first forward's tokens.
+    step at which a row holds keep + 2 * buffer entries. buffer_in_keep counts the buffer inside keep. protect_prompt pins the first forward's tokens.
     positions: "original" (every key stays at its token's own position) or "renumbered" (after each round the survivors are
     re-rotated to stand right before the next token). instances: an integer per batch row that random draws depend on. Raises ValueError for bad input before any work.
     """
     if not isinstance(model, Model):
         model = prepare(model)
-    plan = Plan(Plan.resolve_keep(keep, keep_ratio, length), 0 if schedule == "prompt_end" else buffer, pins_free, schedule)
-    common = (*pins, PromptPin()) if protect_prompt else tuple(pins)
+    buffer = 0 if schedule == "prompt_end" else buffer
+    plan = Plan(Plan.resolve_keep(keep, keep_ratio, length, buffer if buffer_in_keep else 0), buffer, pins_free, schedule)
+    pins = tuple(pins) if isinstance(pins, Iterable) else (pins,)
+    common = (*pins, PromptPin()) if protect_prompt else pins
     chosen = registry.make_policy(policy, policy_options)
     rotate = rotation(model, positions)
     return EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins, instances=instances, seed=seed, rotate=rotate)

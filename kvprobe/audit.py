@@ -91,20 +91,22 @@ def audit_run(path: str | os.PathLike, limit: int | None = None, progress: bool 
     from tqdm import tqdm
 
     from .models import load
+    from .runner import config_of
 
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} must be at least 1 row of each batch")
     manifest = read_manifest(path)
     settings = dict(manifest["settings"])
     module = registry.find("probe", settings.pop("probe"))
     settings.pop("preset")
-    config = module.CONFIG(**settings)
+    config = config_of(module, settings)
     if getattr(config, "positions", "original") != "original":
         raise ValueError("the run renumbered positions after each round: no mask on the full cache can replay that")
     folder = RunFolder(path, manifest["settings"])
-    folder.open()
-    try:
-        rows, logs = folder.rows(), list(folder.logs())
-    finally:
-        folder.close()
+    folder.read()
+    if folder.said:
+        raise ValueError(f"{folder.said[0]}. Nothing was audited")
+    rows, logs = folder.rows(), list(folder.logs())
     if not logs:
         raise ValueError(f"{path} holds no keep log yet: nothing to audit")
     model = load(config.model, device=config.device, dtype=config.dtype, device_map=config.device_map)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .models import Model
 
-MAX_CHUNK = 256
+MAX_CHUNK = 384
 """Longest forward when nothing else bounds it [tokens]: long enough for full matrix speed, short enough to bound memory."""
 
 
@@ -86,5 +86,8 @@ def generate(model: Model, cache, ids: Tensor, *, max_new_tokens: int, attention
     Pass all ids ever seen: what the cache has seen is cut off by its logical length.
     """
     mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+    seen, room = cache.get_seq_length(), getattr(cache, "room", None)
+    if seen and room is not None and ids.shape[1] - seen > room and bool(mask.all()):
+        force(model, cache, ids[:, seen:-1])  # a long turn on a cache that has rounds ahead; padded rows are refused by the cache
     options = dict(do_sample=False) | options
     return model.model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=max_new_tokens, **options)

@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from . import attention as att
 from .attention_function import ATTENTION
 from .keeplog import KeepLog, Recorder
-from .pins import Pin, PinTable
+from .pins import Pin, PinTable, PromptPin, check_fits
 from .rounds import Rounds
 from .types import Geometry, Plan, Policy
 
@@ -102,6 +102,8 @@ class EvictionCache(Rounds, DynamicCache):
         self._stock_full = next((i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer), None)
         self.common_pins, self._given = tuple(pins), (row_pins, instances)
         PinTable([self.common_pins, *(row_pins or ())], geometry, torch.device("cpu"))  # refuse bad sites now
+        for row in row_pins or [()]:
+            check_fits(self.common_pins + tuple(row), geometry, plan)
         self.window = plan.buffer if policy.needs.window == -1 else policy.needs.window
         if policy.needs.window == -1 and not plan.buffer:
             raise ValueError(f"{policy} scores by the buffer's queries (window=-1), and there is no buffer at prompt end: name a window, e.g. window=32")
@@ -289,6 +291,8 @@ class EvictionCache(Rounds, DynamicCache):
             self.window_positions = torch.cat([*old, step.positions], dim=1)[:, -self.window :]
         if first:
             self.prompt = list(self.seen)
+            if not self.plan.pins_free and max(self.prompt) > self.plan.keep and any(isinstance(p, PromptPin) for row in [self.common_pins, *self.row_pins] for p in row):
+                raise ValueError(f"keep={self.plan.keep} cannot hold the protected prompt of {max(self.prompt)} tokens")
             self.pins = self._pin_table()
 
     def _shown(self, mask: Tensor, first: bool) -> Tensor | None:
@@ -300,6 +304,10 @@ class EvictionCache(Rounds, DynamicCache):
             plain = shown[:, None, None, :] & torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
             if mask.shape[1] != 1 or bool(((mask != plain) & shown[:, None, :, None]).any()):
                 raise ValueError("the attention mask hides more than padding and the future: kvprobe takes causal attention over a 2D padding mask")
+        elif self.kept is None and mask.shape[-1] == self.physical + n:
+            before = (torch.cat(self.tail, dim=1) >= 0).to(mask.device)
+            if bool((mask[:, 0, -1, :-n].expand_as(before) != before).any()):
+                raise ValueError("the attention mask hides or shows a token that the cache already holds the other way: masks may only grow")
         if bool(shown.all()):
             return None
         if not bool(shown[:, -1].all()):

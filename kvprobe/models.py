@@ -75,7 +75,10 @@ def load(name: str = EMBEDDED, *, device: str | None = None, dtype: str | torch.
 
 
 def prepare(model: torch.nn.Module, tokenizer=None, name: str | None = None) -> Model:
-    """Check a transformers model that is already in memory and put kvprobe's attention function into it."""
+    """Check a transformers model that is already in memory and put kvprobe's attention function into it.
+
+    The model is changed in place: evaluation mode, no gradients, kvprobe's attention function.
+    """
     from .attention_function import ATTENTION, register
 
     require("transformers")
@@ -113,6 +116,8 @@ def _read(name: str, dtype, device_map):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     if name == TINY:
+        if device_map is not None:
+            raise ValueError("model 'tiny' takes no device_map")
         return tiny(dtype if isinstance(dtype, torch.dtype) else torch.float32)
     kwargs: dict = dict(dtype=dtype, device_map=device_map)
     where = str(embedded_folder()) if name == EMBEDDED else name
@@ -126,8 +131,8 @@ def _read(name: str, dtype, device_map):
         raise ValueError(f"model {name!r} is unknown; allowed: '{EMBEDDED}', '{TINY}', a local folder, a .gguf file, or a hub id 'owner/name'")
     try:
         model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, **kwargs)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model {name!r} could not be loaded: {error}") from error
+    except Exception as error:  # whatever a damaged file, an unknown architecture or a missing hub raises
+        raise ValueError(f"model {name!r} could not be loaded: {type(error).__name__}: {error}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **{k: v for k, v in kwargs.items() if k == "gguf_file"})
     except (OSError, ValueError):

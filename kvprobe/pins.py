@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .types import Geometry
+from .types import Geometry, Plan
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,23 @@ def check(pins: Iterable[Pin], geometry: Geometry) -> None:
     for pin in pins:
         for layer, head in pin.sites or ():
             geometry.check_site(layer, head)
+
+
+def check_fits(pins: Sequence[Pin], geometry: Geometry, plan: Plan) -> None:
+    """Raise ValueError where pins contradict each other or hold more than `keep` at a site, as far as it is known before a run."""
+    for site in {(layer, head) for layer in geometry.kv_layers for head in range(geometry.n_kv)}:
+        held, banned, moving = set(), set(), 0
+        for pin in pins:
+            inside = pin.sites is None or site in pin.sites
+            if isinstance(pin, WindowPin):
+                moving = max(moving, pin.n - plan.buffer)  # the buffer is never evicted anyway
+            elif not isinstance(pin, PromptPin):
+                span = range(*pin.interval(0, 0))
+                (held if inside else banned if pin.elsewhere == "ban" else set()).update(span)
+        if held & banned:
+            raise ValueError(f"two pins disagree about position {min(held & banned)} at layer {site[0]}, KV head {site[1]}: one holds it, one bans it")
+        if len(held) + moving > plan.keep and not plan.pins_free:
+            raise ValueError(f"keep={plan.keep} cannot hold {len(held) + moving} pinned entries of layer {site[0]}, KV head {site[1]}")
 
 
 class PinTable:

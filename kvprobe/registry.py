@@ -7,7 +7,8 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from dataclasses import fields
+import typing
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -55,12 +56,30 @@ def _from_file(kind: str, path: Path) -> ModuleType:
         raise ValueError(f"{kind} file {path} does not load: {type(error).__name__}: {error}") from error
     if not hasattr(module, MARKS[kind]):
         raise ValueError(f"{kind} file {path} defines no {MARKS[kind]}")
+    if kind == "policy" and not (is_dataclass(module.POLICY) and hasattr(module.POLICY, "needs") and callable(getattr(module.POLICY, "score", None))):
+        raise ValueError(f"policy file {path}: POLICY must be a dataclass with `needs` and `score(view)`")
     return module
 
 
 def source_hash(kind: str, name: str) -> str:
     """16 hex digits of the hash of the file that defines it."""
     return hashlib.sha256(Path(find(kind, name).__file__).read_bytes()).hexdigest()[:16]
+
+
+def check_value(kind: type, name: str, value) -> bool:
+    """True; raises ValueError when a dataclass field cannot take the value, naming what it takes."""
+    from typeguard import TypeCheckError, check_type
+
+    hint = typing.get_type_hints(kind)[name]
+    try:
+        if isinstance(value, bool) and hint is int:
+            raise TypeCheckError("a truth value is no number")
+        check_type(value, hint)
+    except TypeCheckError:
+        choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+        takes = " or ".join(map(repr, choices)) if choices else hint.__name__ if isinstance(hint, type) else str(hint)
+        raise ValueError(f"{name}={value!r} is not allowed; it takes {takes}") from None
+    return True
 
 
 def make_policy(name, options: dict | None = None):
@@ -73,4 +92,9 @@ def make_policy(name, options: dict | None = None):
     if unknown:
         has = f"its options are: {', '.join(known)}" if known else "it has none"
         raise ValueError(f"policy {name!r} has no option {', '.join(map(repr, unknown))}; {has}")
+    required = [f.name for f in fields(policy) if f.default is MISSING and f.default_factory is MISSING and f.name not in (options or {})]
+    if required:
+        raise ValueError(f"policy {name!r} needs a value for {', '.join(required)}")
+    for option, value in (options or {}).items():
+        check_value(policy, option, value)
     return policy(**(options or {}))

@@ -55,7 +55,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
         raise ValueError(f"{path} does not exist: no run is there")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        manifest["settings"]["probe"]
+        manifest["settings"]["probe"], manifest["settings"]["preset"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a manifest of kvprobe: {error!r}") from error
     return manifest
@@ -114,21 +114,25 @@ class RunFolder:
     def close(self) -> None:
         self._lock.release()
 
-    def _recover(self) -> None:
+    def read(self) -> None:
+        """Read what is whole, changing nothing; `said` names what is not."""
+        self._recover(repair=False)
+
+    def _recover(self, repair: bool = True) -> None:
         """Keep the batches whose rows and log are whole, drop the rest, and say so."""
         lines, broken = self._read_rows()
         ledger = self._read_ledger()
         good = {}
         for batch, entry in ledger.items():
-            if entry["sha256"] == digest("".join(lines.get(batch, []))) and self._log_is_whole(batch, entry):
+            if batch in lines and entry["sha256"] == digest("".join(lines[batch])) and self._log_is_whole(batch, entry):
                 good[batch] = lines[batch]
         lost = sorted((set(ledger) | set(lines)) - set(good))
         if broken or lost:
             kept = sum(map(len, good.values()))
-            self.said.append(f"{self.path / 'rows.jsonl'} was incomplete: kept {kept} rows of {len(good)} whole batches, "
-                             f"batches {lost} are computed again ({broken} unreadable lines)")
+            what = f"batches {lost} are computed again" if repair else f"batches {lost} are left out; the same `kvprobe run` command computes them again"
+            self.said.append(f"{self.path / 'rows.jsonl'} was incomplete: kept {kept} rows of {len(good)} whole batches, {what} ({broken} unreadable lines)")
         self.lines, self.ledger = good, {b: ledger[b] for b in good}
-        if broken or lost or list(good) != sorted(good):
+        if repair and (broken or lost or list(good) != sorted(good)):
             self._rewrite()
 
     def _read_rows(self) -> tuple[dict[int, list[str]], int]:
@@ -138,6 +142,8 @@ class RunFolder:
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
             try:
                 batch = json.loads(line)["batch"]
+                if not isinstance(batch, int):
+                    raise ValueError
                 lines.setdefault(batch, []).append(line.decode())
             except (ValueError, KeyError, TypeError):
                 broken += 1

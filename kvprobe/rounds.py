@@ -34,6 +34,19 @@ class Rounds:
         if any(due):
             self._round(np.array(due))
 
+    def _score(self, view: CacheView) -> Tensor:
+        """The policy's scores of one layer; what a user's file gets wrong is named."""
+        try:
+            score = self.policy.score(view)
+        except ValueError:
+            raise  # a policy's own refusal
+        except Exception as error:
+            raise RuntimeError(f"policy {self.policy} failed at layer {view.layer}: {type(error).__name__}: {error}") from error
+        if not isinstance(score, Tensor) or score.is_complex() or score.shape != view.positions.shape:
+            got = f"{score.dtype} {list(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
+            raise ValueError(f"policy {self.policy} returned {got} at layer {view.layer}; score(view) must be a real tensor [batch, KV heads, candidates] = {list(view.positions.shape)}")
+        return score
+
     def _surplus(self, due: np.ndarray) -> np.ndarray:
         """How many candidates go, [l b hkv]."""
         target = self.plan.keep + (self._held() if self.plan.pins_free else 0)
@@ -49,7 +62,7 @@ class Rounds:
             candidates = positions.shape[-1] - self.plan.buffer
         surplus = self._surplus(due)
         real = positions[..., :candidates] >= 0 if self.ragged else None
-        score = torch.stack([self.policy.score(view).to(positions.device) for view in self._views(positions, candidates)])
+        score = torch.stack([self._score(view).to(positions.device) for view in self._views(positions, candidates)])
         score = score if score.dtype == torch.float64 else score.to(torch.float32)
         bias = self.pins.bias(positions[..., :candidates], self.prompt, self.seen)
         every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real

@@ -55,11 +55,11 @@ class Run:
         """Open a run's folder; an unfinished run gives the rows it has. Damaged rows are left out and said."""
         manifest = read_manifest(path)
         folder = RunFolder(path, manifest["settings"])
-        folder.said = []
-        lines, broken = folder._read_rows()
-        folder.lines = lines
-        if broken:
-            print(f"kvprobe: {broken} unreadable lines in {Path(path) / 'rows.jsonl'} were left out", file=sys.stderr)
+        folder.read()
+        for line in folder.said:
+            print(f"kvprobe: {line}", file=sys.stderr)
+        if not folder.lines:
+            raise ValueError(f"{path} holds no whole batch yet: the same `kvprobe run` command goes on with it")
         return Run(Path(path), folder.rows(), manifest)
 
     @property
@@ -107,7 +107,17 @@ def configure(probe: str, preset: str, given: dict):
         given.setdefault("keep", None)  # the preset's keep gives way, a keep that was asked for does not
     if "policy" in given:
         given.setdefault("policy_options", {})
-    return dataclasses.replace(module.PRESETS[preset], **given)
+    config = dataclasses.replace(module.PRESETS[preset], **{k: v for k, v in given.items() if registry.check_value(module.CONFIG, k, v)})
+    return config
+
+
+def config_of(module, settings: dict):
+    """The config that a manifest describes. Raises ValueError for fields that this version does not have."""
+    known = {f.name for f in dataclasses.fields(module.CONFIG)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ValueError(f"the manifest has settings that this version does not know: {', '.join(unknown)}")
+    return module.CONFIG(**{k: v for k, v in settings.items() if registry.check_value(module.CONFIG, k, v)})
 
 
 def settings_of(probe: str, preset: str, config) -> dict:
@@ -147,7 +157,7 @@ def _resume_finished(folder: RunFolder, say) -> Run:
     probe = folder.settings["probe"]
     module = registry.find("probe", probe)
     given = {k: v for k, v in folder.settings.items() if k not in ("probe", "preset")}
-    return _compute(module, module.CONFIG(**given), folder, True, say)
+    return _compute(module, config_of(module, given), folder, True, say)
 
 
 def _compute(module, config, folder: RunFolder, progress: bool, say) -> Run:
@@ -250,7 +260,7 @@ def rerun(manifest_path: str | os.PathLike, *, out: str | os.PathLike, progress:
 
         torch.set_num_threads(manifest["threads"])
     module = registry.find("probe", probe)
-    config = module.CONFIG(**settings)
+    config = config_of(module, settings)
     folder = RunFolder(out, settings_of(probe, preset, config))
     again = _resume_finished(folder, say) if folder.finished else _compute(module, config, folder, progress, say)
     if manifest.get("model", {}).get("fingerprint") not in (None, again.manifest["model"]["fingerprint"]):

@@ -173,12 +173,12 @@ def write(path: str | os.PathLike[str], traces: Sequence[Mapping[str, Any]], hea
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(header, traces) of a file that `write` made, or of a plain .txt file, which is one trace whose other fields are None.
+    """(header, traces) of a file that `write` made, or of a plain text file (any other suffix than .jsonl), which is one trace whose other fields are None.
 
     Raises ValueError naming the file and line where it is not such a file, and OSError where it cannot be read.
     """
     data = (path := Path(path)).read_bytes()
-    if path.suffix == ".txt":
+    if path.suffix != ".jsonl":
         try:
             text = data.decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:

@@ -81,22 +81,27 @@ class Plan:
         return self.keep + 2 * self.buffer
 
     @staticmethod
-    def resolve_keep(keep: int | None, keep_ratio: float | None, length: int | None) -> int:
+    def resolve_keep(keep: int | None, keep_ratio: float | None, length: int | None, inside: int = 0) -> int:
         """One absolute budget from either form.
 
-        keep_ratio is a fraction of `length` [tokens]; exactly one of keep and keep_ratio must be given.
+        keep_ratio is a fraction of `length` [tokens]; exactly one of keep and keep_ratio must be given. inside: entries
+        that the given budget counts and `keep` does not (the buffer, where a paper's K includes it).
         """
         if keep is None and keep_ratio is None:
             raise ValueError("give keep (entries per KV head) or keep_ratio (a fraction of the text's length)")
         if keep is not None and keep_ratio is not None:
             raise ValueError(f"give keep={keep} or keep_ratio={keep_ratio}, not both")
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool)):
+            raise ValueError(f"keep={keep!r} must be a whole number of entries")
         if keep is not None:
-            return keep
+            if keep - inside < 1:
+                raise ValueError(f"keep={keep} leaves nothing beside the buffer of {inside} that it counts")
+            return keep - inside
         if not 0 < keep_ratio <= 1:
             raise ValueError(f"keep_ratio={keep_ratio} must be in (0, 1]")
         if length is None:
             raise ValueError("keep_ratio needs the text's length in tokens")
-        return max(1, round(keep_ratio * length))
+        return max(1, round(keep_ratio * length) - inside)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ class CONFIG:
     """the same as a fraction of the tokens before the value; instead of keep"""
     buffer: int = 16
     """newest entries, never scored; a round fires at keep + 2 * buffer entries (r) [tokens]"""
+    buffer_in_keep: bool = False
+    """keep counts the buffer (as in Random Attention's accuracy runs)"""
     pins_free: bool = False
     """the pinned box comes on top of keep instead of counting inside it"""
     positions: str = "original"
@@ -82,15 +84,15 @@ class CONFIG:
         for name in ("instances", "batch_size", "best", "check_instances"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.rank_instances < 0 or self.threads < 0:
-            raise ValueError("rank_instances and threads must not be negative")
+        if min(self.rank_instances, self.threads, self.seed) < 0:
+            raise ValueError("rank_instances, threads and seed must not be negative")
         if "best-" in self.conditions and not self.rank_instances:
             raise ValueError("best-pairs and best-triples need --rank-instances, other instances to rank them on")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions={self.positions!r} is unknown; known: {', '.join(POSITIONS)}")
         layout = self.layout
         before = layout.pre + layout.age  # without the stub, which the tokenizer decides
-        plan = Plan(Plan.resolve_keep(self.keep, self.keep_ratio, before), self.buffer, self.pins_free)
+        plan = Plan(Plan.resolve_keep(self.keep, self.keep_ratio, before, self.buffer * self.buffer_in_keep), self.buffer, self.pins_free)
         if plan.keep < layout.box and not self.pins_free:
             raise ValueError(f"keep={plan.keep} cannot hold the pinned box of {layout.box} tokens")
         policy = registry.make_policy(self.policy, self.policy_options)
@@ -133,7 +135,7 @@ class Session:
         if model.context is not None and length > model.context:
             raise ValueError(f"the script takes {length} tokens, {model.name} has a context of {model.context}")
         self.before = self.scripts[0].answer[0]  # tokens before the value
-        self.plan = Plan(Plan.resolve_keep(config.keep, config.keep_ratio, self.before), config.buffer, config.pins_free)
+        self.plan = Plan(Plan.resolve_keep(config.keep, config.keep_ratio, self.before, config.buffer * config.buffer_in_keep), config.buffer, config.pins_free)
         if self.plan.fires_at >= self.before:
             raise ValueError(f"nothing would be evicted: {self.before} tokens precede the value, a round needs keep + 2 * buffer = {self.plan.fires_at}")
         self.policy = registry.make_policy(config.policy, config.policy_options)

@@ -23,8 +23,8 @@ Positions = slice | Sequence[int] | int | None
 class Request:
     """What is asked of a forward, checked against the model.
 
-    positions: which tokens of each row's text (negative: from its end), for queries, outputs, attention rows and for
-    keys and values; attention always spans all keys. None means all.
+    positions: which tokens of each row's own text (negative: from its end), for queries, outputs, attention rows and for
+    keys and values, in ascending order; attention always spans all keys. None means all.
     """
 
     layers: tuple[int, ...]
@@ -52,18 +52,22 @@ class Request:
             positions = (positions,)
         if positions is not None and not isinstance(positions, slice):
             positions = tuple(int(p) for p in positions)
+            if len(set(positions)) < len(positions):
+                raise ValueError(f"positions {list(positions)} name a token twice")
         return Request(chosen, queries, keys, positions, what)
 
-    def columns(self, length: int) -> list[int]:
-        """Positions asked for in a text of `length` tokens; raises ValueError for one that it does not have."""
+    def columns(self, length: int, strict: bool = True) -> list[int]:
+        """Positions asked for in a text of `length` tokens, ascending; raises ValueError for one that it does not have,
+        unless a longer row of the batch may have it (not strict).
+        """
         if self.positions is None:
             return list(range(length))
         if isinstance(self.positions, slice):
             return list(range(length))[self.positions]
         bad = [p for p in self.positions if not -length <= p < length]
-        if bad:
+        if bad and strict:
             raise ValueError(f"position {bad[0]} is out of range: the text has positions 0..{length - 1}")
-        return [p % length for p in self.positions]
+        return sorted({p % length for p in self.positions if -length <= p < length})
 
     def bytes(self, geometry: Geometry, batch: int, tokens: int, itemsize: int) -> int:
         """Memory of the result for a text of `tokens` tokens [bytes]."""
@@ -76,6 +80,8 @@ class Request:
 
 def _indices(given, known: Iterable[int], kind: str) -> tuple[int, ...]:
     known = list(known)
+    if hasattr(given, "__index__"):
+        given = given.__index__()  # numpy's integers too
     if given is None:
         return tuple(known)
     given = range(known[-1] + 1)[given] if isinstance(given, slice) else [given] if isinstance(given, int) else list(given)
@@ -159,6 +165,9 @@ class Capture:
     def to(self, device) -> Capture:
         """The same on another device, or in another dtype."""
         moved = {name: {i: t.to(device) for i, t in getattr(self, name).items()} for name in WHAT}
+        if isinstance(device, str | torch.device):
+            moved["k_positions"] = {i: t.to(device) for i, t in self.k_positions.items()}
+            moved["q_positions"] = None if self.q_positions is None else self.q_positions.to(device)
         return replace(self, **moved)
 
     def stack(self, name: str) -> Tensor:
@@ -209,6 +218,8 @@ class Capture:
 
 def _by_position(t: Tensor, positions: Tensor, wanted: list[int]) -> Tensor:
     """Entries of t [b hkv s ...] at the wanted positions; raises ValueError where a head does not hold one."""
+    if not wanted:
+        raise ValueError("no positions were named")
     found = []
     for p in wanted:
         at = positions == p

@@ -28,7 +28,7 @@ def queries_in_plane(capture: Capture, layer: int, q_head: int, stretches: Mappi
     share = plane.explained_variance_ratio_ * 100
     ax.set(xlabel=f"first principal component ({share[0]:.0f} % of variance)", ylabel=f"second principal component ({share[1]:.0f} %)",
            title=f"Post-RoPE queries, layer {layer}, query head {q_head}")
-    ax.legend()
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
     plotting.footer(figure, f"{capture.model}, {capture.backend}, one text of {capture.tokens.shape[1]} tokens")
     return figure
 

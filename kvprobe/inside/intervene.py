@@ -54,6 +54,14 @@ class Edit:
     def heads(self, layer: int) -> list[int]:
         return sorted(h for i, h in self.sites if i == layer)
 
+    def extent(self) -> tuple[int, int]:
+        """The smallest and the largest position that the edit names; (0, 0) for none."""
+        return 0, 0
+
+    def turns_keys(self) -> bool:
+        """Whether it brings keys from elsewhere, which must stand where the cache's own do."""
+        return False
+
     def before(self, seen: Seen, model: Model) -> None:
         """Change keys, values, positions or visibility."""
 
@@ -64,6 +72,10 @@ class Edit:
 @dataclass(frozen=True)
 class HeadMask(Edit):
     hidden: tuple[tuple[tuple[int, int], tuple[int, ...]], ...] = ()
+
+    def extent(self) -> tuple[int, int]:
+        named = [p for _, positions in self.hidden for p in positions]
+        return (min(named), max(named)) if named else (0, 0)
 
     def before(self, seen: Seen, model: Model) -> None:
         for (layer, head), positions in self.hidden:
@@ -103,8 +115,16 @@ class Pin(Edit):
     def layers(self, geometry: Geometry) -> set[int]:
         return set(geometry.kv_layers)
 
+    def extent(self) -> tuple[int, int]:
+        return self.start, self.stop - 1
+
+    def turns_keys(self) -> bool:
+        return self.store is not None
+
     def before(self, seen: Seen, model: Model) -> None:
         held = set(self.heads(seen.layer))
+        if self.store is None:
+            self._check_held(seen, held)
         inside = (seen.positions >= self.start) & (seen.positions < self.stop)
         causal = seen.positions[:, :, None, :] <= seen.at.q_positions[:, None, :, None]
         for head in range(seen.keys.shape[1]):
@@ -114,6 +134,15 @@ class Pin(Edit):
                 seen.visible[:, head] &= ~inside[:, head, None, :]
         if self.store is not None and held:
             self._bring_back(seen, held)
+
+    def _check_held(self, seen: Seen, held: set[int]) -> None:
+        """Without a store, the span must still be there for every query behind it."""
+        q = seen.at.q_positions
+        for head in held:
+            for p in range(self.start, self.stop):
+                lost = (q > p).any(1) & ~(seen.positions[:, head] == p).any(1)
+                if bool(lost.any()):
+                    raise ValueError(f"position {p} has been evicted from layer {seen.layer}, KV head {head}: give pin(..., store=capture(..., what=('k', 'v'), positions=range({self.start}, {self.stop})))")
 
     def _bring_back(self, seen: Seen, held: set[int]) -> None:
         """Put the span's stored keys and values behind the cache's, visible where a head of the set has lost them."""
@@ -138,6 +167,9 @@ class Ablate(Edit):
     how: Literal["zero", "mean", "resample"] = "zero"
     positions: tuple[int, ...] | None = None
     seed: int = 0
+
+    def extent(self) -> tuple[int, int]:
+        return (min(self.positions), max(self.positions)) if self.positions else (0, 0)
 
     def before(self, seen: Seen, model: Model) -> None:
         if self.what == "out":
@@ -184,6 +216,12 @@ class Transplant(Edit):
     at: int = 0
     what: tuple[str, ...] = ("k", "v")
 
+    def extent(self) -> tuple[int, int]:
+        return self.at, self.at + self.span[1] - self.span[0] - 1
+
+    def turns_keys(self) -> bool:
+        return "k" in self.what
+
     def before(self, seen: Seen, model: Model) -> None:
         for name in self.what:
             full = {"k": "keys", "v": "values"}[name]
@@ -212,12 +250,16 @@ class Outcome:
     steps: int
     stopped: tuple[int | None, ...]
     touched: Mapping[int, Mapping[int, tuple[int, ...]]]
+    padding: Tensor | None = None  # [b n] columns of the text that are none
 
     def logp(self, first: int) -> Tensor:
         """Log p [b k] of the text's own tokens from column `first` on, needs all_logits [nats]."""
         n = self.logits.shape[1]
         if not 1 <= first < n:
             raise ValueError(f"column {first} must be in 1..{n - 1}: run intervene(..., all_logits=True)")
+        if self.padding is not None and bool(self.padding[:, first - 1 :].any()):
+            needed = int((~self.padding).to(torch.int8).argmax(1).max()) + 1
+            raise ValueError(f"a row is padding at column {first - 1}: in this batch the first scored column must be at least {needed}")
         wide = self.logits if self.logits.dtype == torch.float64 else self.logits.float()
         scores = torch.log_softmax(wide[:, first - 1 : n - 1], dim=-1)
         return scores.gather(-1, self.tokens[:, first:n, None].to(scores.device)).squeeze(-1)
@@ -237,6 +279,13 @@ def pin(start: int, stop: int, sites: Sites, store: Capture | None = None) -> Ed
     store: a capture of the span's k and v (positions start..stop, all KV heads), needed where the cache has evicted them.
     The same meaning as `kvprobe.SpanPin(..., elsewhere="ban")` by intervention.
     """
+    if not 0 <= start < stop:
+        raise ValueError(f"span [{start}, {stop}) must be a non-empty interval of positions from 0 on")
+    sites = frozenset(sites)
+    if store is not None and store.geometry is not None:
+        lacking = sorted({layer for layer, _ in sites} - set(store.k))
+        if lacking or len(store.kv_heads) != store.geometry.n_kv:
+            raise ValueError(f"store must hold all KV heads of every layer that is pinned; it holds layers {list(store.k)}, KV heads {list(store.kv_heads)}")
     if store is not None and (not store.k or not store.v or store.k_positions[store.layers[0]][0, 0].tolist() != list(range(start, stop))):
         raise ValueError(f"store must hold k and v of positions {start}..{stop - 1}: capture(..., what=('k', 'v'), positions=range({start}, {stop}))")
     return Pin(frozenset(sites), start=start, stop=stop, store=store)
@@ -256,6 +305,8 @@ def transplant(donor: Capture, span: tuple[int, int], sites: Sites, at: int | No
     donor: a capture with k and v over at least that span. Keys are rotated when the span moves (interchange intervention).
     """
     what = (what,) if isinstance(what, str) else tuple(what)
+    if not 0 <= span[0] < span[1]:
+        raise ValueError(f"span [{span[0]}, {span[1]}) must be a non-empty interval of positions from 0 on")
     if not what or set(what) - {"k", "v"}:
         raise ValueError(f"what={what} must be of 'k' and 'v'")
     missing = [name for name in what if not getattr(donor, name)]
@@ -290,13 +341,27 @@ def intervene(model, text, edits: Edit | Sequence[Edit], *, cache=None, attentio
     for edit in edits:
         for layer, head in edit.sites:
             _check_site(model.geometry, known, layer, head)
-    ids, mask = tokens_of(model, text, attention_mask)
-    walk = _EditWalk(model, edits, cache, steps, all_logits)
+    past = 0 if cache is None else cache.get_seq_length()
+    ids, mask, before = tokens_of(model, text, attention_mask, past)
+    walk = _EditWalk(model, edits, cache, steps, all_logits, before)
+    _check_edits(edits, max(walk.row_lengths(ids, mask)) + steps, len(ids), cache)
     every, stopped, logits = walk.walk(ids, mask)
     group = model.geometry.group
     touched = {layer: {h: tuple(range(h * group, (h + 1) * group)) for h in sorted({h for e in edits for h in e.heads(layer)})}
                for layer in sorted({i for e in edits for i, _ in e.sites})}
-    return Outcome(walk.logits if walk.logits is not None else logits, every, every.shape[1] - ids.shape[1], tuple(stopped), touched)
+    return Outcome(walk.logits if walk.logits is not None else logits, every, every.shape[1] - ids.shape[1], tuple(stopped), touched, None if mask is None else mask == 0)
+
+
+def _check_edits(edits: Sequence[Edit], length: int, batch: int, cache) -> None:
+    """Refuse edits that would do nothing, or the wrong thing, without a word."""
+    for edit in edits:
+        low, high = edit.extent()
+        if low < 0 or high >= length:
+            raise ValueError(f"{type(edit).__name__} names position {low if low < 0 else high}: the text has positions 0..{length - 1}")
+        if isinstance(edit, LogMask) and len(edit.rows) != batch:
+            raise ValueError(f"the keep log's {len(edit.rows)} rows do not fit a batch of {batch}: name them, head_masks(log, rows=[...])")
+        if edit.turns_keys() and getattr(cache, "rotate", None) is not None:
+            raise ValueError("this cache renumbers positions: keys from elsewhere would stand at the wrong ones")
 
 
 def _check_site(geometry: Geometry, known: Mapping[int, str], layer: int, head: int) -> None:
@@ -315,8 +380,8 @@ def kv_head(model, query_head: int) -> int:
 
 
 class _EditWalk(Walk):
-    def __init__(self, model: Model, edits: list[Edit], cache, steps: int, all_logits: bool):
-        super().__init__(model, cache, steps)
+    def __init__(self, model: Model, edits: list[Edit], cache, steps: int, all_logits: bool, before: Tensor | None):
+        super().__init__(model, cache, steps, before)
         self.edits, self.all_logits, self.logits = edits, all_logits, None
         self.names = sites.attention_modules(model.model)
         self.layers = sorted(set().union(*(e.layers(model.geometry) for e in edits)) & set(self.names)) if edits else []

@@ -20,7 +20,7 @@ BACKENDS = ("nnsight", "attention_function", "transformer_lens")
 def estimate(model, text, *, steps: int = 0, **asked) -> int:
     """Bytes that `capture` with the same arguments would hold."""
     model = as_model(model)
-    ids, _ = tokens_of(model, text)
+    ids, *_ = tokens_of(model, text)
     request = Request.check(model.geometry, list(sites.attention_modules(model.model)), **asked)
     return request.bytes(model.geometry, ids.shape[0], ids.shape[1] + steps, model.model.dtype.itemsize)
 
@@ -46,14 +46,15 @@ def capture(model, text, *, layers=None, q_heads: Sequence[int] | None = None, k
         raise ValueError(f"backend {backend!r} is unknown; known: {', '.join(BACKENDS)}")
     if steps < 0:
         raise ValueError(f"steps={steps} must not be negative")
-    ids, mask = tokens_of(model, text, attention_mask)
     past = 0 if cache is None else cache.get_seq_length()
+    ids, mask, before = tokens_of(model, text, attention_mask, past)
     request = Request.check(model.geometry, list(sites.attention_modules(model.model)), layers, q_heads, kv_heads, positions, what)
     length = past + ids.shape[1] + steps
     need = request.bytes(model.geometry, ids.shape[0], length, model.model.dtype.itemsize)
     if need > limit_bytes:
         raise ValueError(f"this capture would hold {need / 1e9:.2f} GB, the limit is {limit_bytes / 1e9:.2f} GB: ask for fewer layers, heads or positions, or raise limit_bytes")
-    walk = _Walk(model, request, Reader(request, length, hold_keys=steps > 0, cached=cache is not None), cache, backend, wrapper, remote, steps)
+    walk = _Walk(model, request, Reader(request, length, hold_keys=steps > 0, cached=cache is not None), cache, backend, wrapper, remote, steps, before)
+    walk.reader.lengths = [n + steps for n in walk.row_lengths(ids, mask)]
     return walk.run(ids, mask)
 
 
@@ -66,16 +67,26 @@ def as_model(model) -> Model:
     return prepare(inner if inner is not None else model, tokenizer)
 
 
-def tokens_of(model: Model, text, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """ids [b n] and a mask [b n], or None where nothing is padded. A tokenizer without a padding token is no obstacle:
-    padding is a matter of the mask, and any id will do."""
+def tokens_of(model: Model, text, attention_mask: Tensor | None = None, past: int = 0) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """ids [b n], a mask [b n] or None where nothing is padded, and the mask of the past [b past] where one was given.
+
+    An attention_mask may cover the text, or the past too. A tokenizer without a padding token is no obstacle: padding is a
+    matter of the mask, and any id will do.
+    """
+    before = None
     if isinstance(text, Tensor):
         ids = text[None] if text.ndim == 1 else text
         mask = attention_mask
+        if mask is not None and mask.shape[1] == past + ids.shape[1]:
+            before, mask = (mask[:, :past] if past else None), mask[:, past:]
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(f"an attention_mask of shape {list(attention_mask.shape)} fits neither the text {list(ids.shape)} nor, with it, the {past} cached columns")
     else:
         if model.tokenizer is None:
             raise ValueError(f"model {model.name!r} came without a tokenizer: give token ids")
         rows = [model.tokenizer(t).input_ids for t in ([text] if isinstance(text, str) else text)]
+        if not rows:
+            raise ValueError("no text was given")
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(r)) + list(r) for r in rows])
         mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
@@ -85,14 +96,14 @@ def tokens_of(model: Model, text, attention_mask: Tensor | None = None) -> tuple
         mask = None
     if mask is not None and not bool(mask[:, -1].bool().all()):
         raise ValueError("a row ends in padding: pad on the left")
-    return ids.to(model.device), None if mask is None else mask.to(model.device)
+    return ids.to(model.device), None if mask is None else mask.to(model.device), before
 
 
 class Walk(ABC):
     """Steps a model through a text and perhaps greedy tokens behind it; a subclass says what happens in each forward."""
 
-    def __init__(self, model: Model, cache, steps: int):
-        self.model, self.cache, self.steps = model, cache, steps
+    def __init__(self, model: Model, cache, steps: int, before: Tensor | None = None):
+        self.model, self.cache, self.steps, self.before = model, cache, steps, before
         if cache is None and steps:
             from transformers import DynamicCache
 
@@ -103,8 +114,7 @@ class Walk(ABC):
     def feed(self, ids: Tensor, shown: Tensor) -> tuple[dict, Pass]:
         """Arguments of one forward over ids [b n], of which `shown` [b n] are no padding, and where its tokens stand."""
         if self.columns is None:
-            past = 0 if self.cache is None else self.cache.get_seq_length()
-            self.columns = torch.arange(past, device=ids.device).expand(ids.shape[0], past)
+            self.columns = self._past(ids)
         start = self.columns.amax(1, keepdim=True) + 1 if self.columns.shape[1] else torch.zeros(ids.shape[0], 1, dtype=torch.int64, device=ids.device)
         q = (start + shown.cumsum(1) - 1).masked_fill(~shown, -1)
         evicted = {}
@@ -125,6 +135,26 @@ class Walk(ABC):
         if bool(self.padding.any()):
             arguments["attention_mask"] = (~self.padding).to(torch.int64)
         return arguments, Pass(q, self.columns, evicted)
+
+    def _past(self, ids: Tensor) -> Tensor:
+        """Positions of the columns that the cache has seen [b past], -1 for padding: an evicting cache knows its rows' lengths, of a
+        stock one the caller's mask tells."""
+        past = 0 if self.cache is None else self.cache.get_seq_length()
+        if past and getattr(self.cache, "seen", None):
+            lengths = torch.tensor(self.cache.seen, device=ids.device)[:, None]
+            columns = torch.arange(past, device=ids.device) - (past - lengths)
+            return columns.clamp(min=-1)
+        if self.before is None:
+            return torch.arange(past, device=ids.device).expand(ids.shape[0], past)
+        shown = self.before.to(ids.device).bool()
+        return (shown.cumsum(1) - 1).masked_fill(~shown, -1)
+
+    def row_lengths(self, ids: Tensor, mask: Tensor | None) -> list[int]:
+        """Tokens of each row's text once `ids` has been read."""
+        past = self._past(ids)
+        old = past.amax(1) + 1 if past.shape[1] else torch.zeros(len(ids), dtype=torch.int64)
+        new = ids.new_full((len(ids),), ids.shape[1]) if mask is None else mask.sum(1)
+        return (old.to(new.device) + new).tolist()
 
     @abstractmethod
     def forward(self, arguments: dict, at: Pass, last: bool) -> Tensor:
@@ -153,8 +183,8 @@ class Walk(ABC):
 class _Walk(Walk):
     """Captures along."""
 
-    def __init__(self, model, request, reader, cache, backend, wrapper, remote, steps):
-        super().__init__(model, cache, steps)
+    def __init__(self, model, request, reader, cache, backend, wrapper, remote, steps, before):
+        super().__init__(model, cache, steps, before)
         self.request, self.reader, self.backend, self.wrapper, self.remote = request, reader, backend, wrapper, remote
         self.parts: list[dict[int, dict]] = []
         self.passes: list[Pass] = []

@@ -47,7 +47,8 @@ class Reader:
     """Cuts one layer's q, k, v, weights and outputs down to a request, as copies, so that the rest can be freed."""
 
     request: Request
-    text: int  # positions the whole text will have
+    text: int  # positions that the longest row's text will have
+    lengths: list[int] | None = None  # those of each row
     hold_keys: bool = False  # keys and values of a later step will replace these: keep references, copy at the end
     cached: bool = False  # keys and values are a cache's own tensors
     _rows_of: tuple[Pass, Tensor, bool] | None = None
@@ -73,14 +74,21 @@ class Reader:
         they are all columns of all rows. Made once per forward."""
         if self._rows_of is None or self._rows_of[0] is not at:
             q = at.q_positions.cpu()
-            wanted = torch.zeros(self.text, dtype=torch.bool)
-            wanted[self.request.columns(self.text)] = True
-            hit = (q >= 0) & wanted[q.clamp(min=0)]
+            wanted = torch.zeros(len(q), self.text, dtype=torch.bool)
+            for b, columns in enumerate(self.wanted(len(q))):
+                wanted[b, columns] = True
+            hit = (q >= 0) & wanted.gather(1, q.clamp(min=0))
             width = int(hit.sum(1).max()) if hit.numel() else 0
             order = hit.to(torch.int8).sort(dim=1, stable=True).indices[:, hit.shape[1] - width :]
             found = torch.where(hit.gather(1, order), order, -1).to(at.q_positions.device)
             self._rows_of = at, found, bool(hit.all())
         return self._rows_of[1:]
+
+    def wanted(self, rows: int) -> list[list[int]]:
+        """Positions asked for in each row's own text."""
+        lengths = self.lengths or [self.text] * rows
+        self.request.columns(max(lengths))  # refuse what no row has
+        return [self.request.columns(length, strict=False) for length in lengths]
 
     def _cut(self, name: str, layer: int, x: Tensor, heads: tuple[int, ...], rows: Tensor, every: bool) -> Tensor:
         """x [b h n d] at some heads and rows [b m], zeros where there is none."""
@@ -133,13 +141,15 @@ class Reader:
                 x = x.masked_fill(hidden.to(x.device), 0) if some else x
                 cut[name] = x.clone() if self.cached and all_heads and not some else _owned(x)
             return cut | {"k_positions": where}
-        wanted = torch.tensor(self.request.columns(self.text), device=where.device)
-        match = where[:, :, None, :] == wanted[None, None, :, None]
+        rows = self.wanted(where.shape[0])
+        width = max(map(len, rows))
+        wanted = torch.tensor([[-2] * (width - len(row)) + row for row in rows], device=where.device)[:, None, :]  # -2 is nowhere
+        match = where[:, :, None, :] == wanted[..., None]
         there, slot = match.any(-1), match.to(torch.int8).argmax(-1)
         for name, x in held.items():
             index = slot[..., None].expand(*slot.shape, x.shape[-1]).to(x.device)
             cut[name] = self._keep(name, layer, x[:, heads].gather(2, index).masked_fill_(~there[..., None].to(x.device), 0))
-        return cut | {"k_positions": torch.where(there, wanted, -1)}
+        return cut | {"k_positions": torch.where(there, wanted.to(where.dtype), -1)}
 
 
 def _owned(x: Tensor) -> Tensor:
