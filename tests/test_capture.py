@@ -273,6 +273,18 @@ def test_an_nnsight_wrapper_is_taken_as_the_model(ids):
     same(direct, kvprobe.capture(NNsight(tiny.build("llama")), ids, what="q"), ("q",), atol=0)
 
 
+def test_remote_execution_is_passed_through():
+    """nnsight's local dry run serialises the block and runs it here."""
+    from nnsight import NNsight, TransformersModel
+
+    lm = kvprobe.load("tiny")
+    text = torch.arange(20)[None]
+    named = TransformersModel(lm.model, tokenizer=lm.tokenizer)
+    same(kvprobe.capture(lm, text, what=("q", "k")), kvprobe.capture(named, text, what=("q", "k"), remote="local"), ("q", "k"), atol=0)
+    with pytest.raises(ValueError, match="TransformersModel"):
+        kvprobe.capture(NNsight(lm.model), text, remote="local")
+
+
 def test_ten_captures_leave_memory_flat(llama, ids):
     """G04: Python-side memory after the second capture and after the tenth."""
     for _ in range(2):

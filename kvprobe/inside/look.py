@@ -44,6 +44,8 @@ def capture(model, text, *, layers=None, q_heads: Sequence[int] | None = None, k
     model = as_model(model)
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; known: {', '.join(BACKENDS)}")
+    if remote and (wrapper is None or not hasattr(wrapper, "to_model_key")):
+        raise ValueError("remote execution needs a model that nnsight can name: pass an nnsight.TransformersModel")
     if steps < 0:
         raise ValueError(f"steps={steps} must not be negative")
     past = 0 if cache is None else cache.get_seq_length()

@@ -35,7 +35,7 @@ def wrap(model):
     from nnsight import NNsight
 
     require("nnsight")
-    if isinstance(model, NNsight):
+    if hasattr(model, "_module") and hasattr(model, "trace"):  # its wrappers share no class of their own
         return model
     if model not in _WRAPPED:
         _WRAPPED[model] = NNsight(model)
