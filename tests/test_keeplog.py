@@ -158,6 +158,14 @@ def test_gradual_bans_pass_and_say_when_they_were_gone():
     assert any("outlived round 2" in line for line in audit(late, 0, pins))
 
 
+def test_a_banned_span_in_the_buffer_is_no_breach():
+    """The first round may take 6 of 6..8 and must leave the two that are in the buffer."""
+    pins = [kvprobe.SpanPin(6, 9, frozenset())]
+    log = stub.walk(stub.cache(4, 3, pins=pins), 16).keep_log
+    assert log.died[0, 0, 0, 6:9].tolist() == [0, 1, 1] and audit(log, 0, pins) == []
+    assert audit(tampered(log, (0, 0, 0, 7), 2), 0, pins)
+
+
 def test_the_prompt_is_audited():
     cache = stub.cache(10, 4, pins=[kvprobe.PromptPin(), kvprobe.SinkPin(2)])
     stub.step(cache, 6)

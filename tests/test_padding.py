@@ -6,6 +6,8 @@ import torch
 import kvprobe
 import stub
 import tiny
+from kvprobe.registry import make_policy
+from kvprobe.types import Needs
 from oracle import cache_sets
 from sidebyside import ATOL, feed
 
@@ -150,7 +152,7 @@ def test_two_padded_prompts_score_as_single_ones(llama, ids):
             noted[self.name, view.layer] = (score, view.real)
             return score
 
-    for policy in (kvprobe.registry.make_policy("snapkv"), kvprobe.registry.make_policy("h2o")):
+    for policy in (make_policy("snapkv"), make_policy("snapkv", dict(window=28)), make_policy("h2o")):
         feed(model, kvprobe.cache(model, policy=Noting("batch", policy), keep=KEEP, buffer=BUFFER), text, mask)
         for b, pad in enumerate(PADS):
             feed(model, kvprobe.cache(model, policy=Noting("single", policy), keep=KEEP, buffer=BUFFER), text[b : b + 1, pad:])
@@ -188,6 +190,25 @@ def test_a_hidden_token_in_the_buffer(llama, ids, at):
     feed(model, random, ids[:1, :19], mask)
     feed(model, plain, ids[:1, [t for t in range(19) if t != at - 1]])
     assert cache_sets(random) == cache_sets(plain)
+
+
+def test_a_row_is_judged_only_when_it_is_due():
+    """Scores of row 1, five tokens behind, are not finite: that is an error of its own first round."""
+
+    class Sick:
+        needs = Needs()
+
+        def score(self, view):
+            return torch.zeros(view.positions.shape).index_fill(0, torch.tensor([1]), float("nan"))
+
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool).tril()
+    mask[1, :, :, :5] = False
+    cache = stub.cache(KEEP, BUFFER, Sick())
+    stub.step(cache, 8, 2, mask=mask)
+    stub.walk(cache, 22, batch=2)
+    assert cache.keep_log.fired == ((18, 22), ())
+    with pytest.raises(ValueError, match="not finite"):
+        stub.walk(cache, 23, batch=2)
 
 
 def test_right_padding_is_refused(llama, ids):

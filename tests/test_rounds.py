@@ -210,6 +210,17 @@ def test_more_pins_than_fit_raise_with_the_numbers():
     stub.walk(stub.cache(10, 4, pins=[kvprobe.SpanPin(0, 10)]), 40)
 
 
+def test_a_prompt_that_does_not_fit_raises_at_its_round():
+    """Its length is known only then."""
+    long, clash = stub.cache(10, 4, pins=[kvprobe.PromptPin()]), stub.cache(10, 4, pins=[kvprobe.PromptPin(), kvprobe.SpanPin(6, 9, frozenset({(0, 1)}))])
+    stub.step(long, 12)
+    with pytest.raises(ValueError, match="keep=10 cannot hold 12 pinned"):
+        stub.walk(long, 18)
+    stub.step(clash, 8)
+    with pytest.raises(ValueError, match=r"two pins disagree.*\[0, 0, 0, 6\]"):
+        stub.walk(clash, 18)
+
+
 def test_pins_at_sites_that_do_not_exist_are_refused():
     for site, valid in (((0, 2), "0..1"), ((1, 0), "0..0"), ((-1, 0), "0..0")):
         with pytest.raises(ValueError, match=valid):
