@@ -210,15 +210,16 @@ def test_more_pins_than_fit_raise_with_the_numbers():
     stub.walk(stub.cache(10, 4, pins=[kvprobe.SpanPin(0, 10)]), 40)
 
 
-def test_a_prompt_that_does_not_fit_raises_at_its_round():
-    """Its length is known only then."""
-    long, clash = stub.cache(10, 4, pins=[kvprobe.PromptPin()]), stub.cache(10, 4, pins=[kvprobe.PromptPin(), kvprobe.SpanPin(6, 9, frozenset({(0, 1)}))])
-    stub.step(long, 12)
-    with pytest.raises(ValueError, match="keep=10 cannot hold 12 pinned"):
-        stub.walk(long, 18)
-    stub.step(clash, 8)
-    with pytest.raises(ValueError, match=r"two pins disagree.*\[0, 0, 0, 6\]"):
-        stub.walk(clash, 18)
+def test_what_only_the_prompt_shows_raises_with_the_numbers():
+    """How long it is, and with which other pins it clashes or does not fit."""
+    with pytest.raises(ValueError, match="keep=10.* 12 tokens"):
+        stub.step(stub.cache(10, 4, pins=[kvprobe.PromptPin()]), 12)
+    too_many = stub.cache(10, 4, pins=[kvprobe.PromptPin(), kvprobe.SpanPin(8, 12)])
+    clash = stub.cache(10, 4, pins=[kvprobe.PromptPin(), kvprobe.SpanPin(6, 9, frozenset({(0, 1)}))])
+    for cache, say in ((too_many, "keep=10 cannot hold 12 pinned"), (clash, r"two pins disagree.*\[0, 0, 0, 6\]")):
+        stub.step(cache, 8)
+        with pytest.raises(ValueError, match=say):
+            stub.walk(cache, 18)
 
 
 def test_pins_at_sites_that_do_not_exist_are_refused():
