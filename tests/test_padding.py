@@ -88,6 +88,16 @@ def test_generate_on_a_padded_batch(llama, ids):
         assert of_row(batch, b) == of_row(single, 0)
 
 
+def test_the_protected_prompt_is_each_rows_own(llama, ids):
+    """Padding makes no row's prompt longer."""
+    model, _ = llama
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = kvprobe.cache(model, policy="recency", keep=KEEP, buffer=BUFFER, protect_prompt=True)
+    kvprobe.generate(model, cache, ids[:2, :9], attention_mask=mask, max_new_tokens=42)
+    assert of_row(cache, 0)[0, 0] == [*range(9), *range(45, 50)] and of_row(cache, 1)[0, 0] == [*range(4), *range(32, 45)]
+
+
 def test_padding_without_position_ids(llama, ids):
     """D01: rotary positions are relative, so that the shift by the padding costs only the float32 of their angles."""
     model, _ = llama
