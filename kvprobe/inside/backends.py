@@ -17,8 +17,10 @@ from . import sites
 Reading = Callable[..., dict]
 
 
-def with_nnsight(model: Model, layers: Sequence[int], feed: dict, read: Reading, wrapper=None, remote=False) -> tuple[dict[int, dict], Tensor]:
-    """Through an nnsight trace. The block lives here, so that callers need no readable source."""
+def with_nnsight(model: Model, layers: Sequence[int], feed: dict, read: Reading, wrapper=None, remote=False, outputs: bool = True) -> tuple[dict[int, dict], Tensor]:
+    """Through an nnsight trace. The block lives here, so that callers need no readable source. outputs: also read what the
+    attention call returns, which costs a stop per layer.
+    """
     import nnsight
 
     names = sites.attention_modules(model.model)
@@ -32,8 +34,8 @@ def with_nnsight(model: Model, layers: Sequence[int], feed: dict, read: Reading,
             call = sites.attention_call(w, name)
             arguments, options = call.inputs
             q, k, v, mask = arguments[1:5]
-            result = call.output
-            got[layer] = read(layer, q, k, v, mask, options.get("scaling"), result[0], layer in own)
+            result = call.output[0] if outputs else None
+            got[layer] = read(layer, q, k, v, mask, options.get("scaling"), result, layer in own)
             del arguments, options, q, k, v, mask, result  # else they live until the next layer's are there
         logits = w.output.logits.save()
     return dict(got), logits

@@ -197,7 +197,7 @@ class _Walk(Walk):
 
         layers = self.request.layers
         if self.backend == "nnsight":
-            got, logits = backends.with_nnsight(self.model, layers, arguments, read, self.wrapper, self.remote)
+            got, logits = backends.with_nnsight(self.model, layers, arguments, read, self.wrapper, self.remote, "out" in self.request.what)
         elif self.backend == "attention_function":
             got, logits = backends.with_attention_function(self.model, layers, arguments, read)
         else:
@@ -214,7 +214,8 @@ class _Walk(Walk):
         for layer in self.request.layers:
             for name in ("q", "attn", "out"):
                 if name in self.request.what:
-                    joined[name][layer] = torch.cat([p[layer][name] for p in self.parts], dim=2)
+                    parts = [p[layer].pop(name) for p in self.parts]
+                    joined[name][layer] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
             final = self.parts[-1][layer]
             if "held" in final:
                 final = self.reader.keys(layer, final["held"], final["where"])
