@@ -9,7 +9,6 @@ from itertools import combinations
 from .pins import Pin, SpanPin
 from .types import Geometry
 
-NAMED = ("kept", "deleted", "natural", "full")
 SETS = {"singles": 1, "pairs": 2, "triples": 3}
 BEST = {"best-pairs": 2, "best-triples": 3}
 HELP = "0, 1+2, all, kept, deleted, natural, full, singles, pairs, triples, subsets, best-pairs, best-triples"

@@ -107,8 +107,7 @@ def configure(probe: str, preset: str, given: dict):
         given.setdefault("keep", None)  # the preset's keep gives way, a keep that was asked for does not
     if "policy" in given:
         given.setdefault("policy_options", {})
-    config = dataclasses.replace(module.PRESETS[preset], **{k: v for k, v in given.items() if registry.check_value(module.CONFIG, k, v)})
-    return config
+    return dataclasses.replace(module.PRESETS[preset], **{k: v for k, v in given.items() if registry.check_value(module.CONFIG, k, v)})
 
 
 def config_of(module, settings: dict):

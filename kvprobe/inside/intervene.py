@@ -386,7 +386,7 @@ class _EditWalk(Walk):
         self.names = sites.attention_modules(model.model)
         self.layers = sorted(set().union(*(e.layers(model.geometry) for e in edits)) & set(self.names)) if edits else []
 
-    def forward(self, arguments: dict, at: Pass, last: bool) -> Tensor:
+    def forward(self, arguments: dict, at: Pass) -> Tensor:
         if self.all_logits and self.logits is None:
             arguments = arguments | {"logits_to_keep": 0}
         own = backends.owned(arguments.get("cache"))

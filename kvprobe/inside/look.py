@@ -159,7 +159,7 @@ class Walk(ABC):
         return (old.to(new.device) + new).tolist()
 
     @abstractmethod
-    def forward(self, arguments: dict, at: Pass, last: bool) -> Tensor:
+    def forward(self, arguments: dict, at: Pass) -> Tensor:
         """One forward; returns logits [b n vocabulary]."""
 
     def walk(self, ids: Tensor, mask: Tensor | None) -> tuple[Tensor, list[int | None], Tensor]:
@@ -170,7 +170,7 @@ class Walk(ABC):
         stopped: list[int | None] = [None] * ids.shape[0]
         every, x = [ids], ids
         for step in range(self.steps + 1):
-            logits = self.forward(*self.feed(x, shown), step == self.steps)
+            logits = self.forward(*self.feed(x, shown))
             if step == self.steps:
                 break
             x = logits[:, -1].argmax(-1, keepdim=True)
@@ -191,7 +191,7 @@ class _Walk(Walk):
         self.parts: list[dict[int, dict]] = []
         self.passes: list[Pass] = []
 
-    def forward(self, arguments: dict, at: Pass, last: bool) -> Tensor:
+    def forward(self, arguments: dict, at: Pass) -> Tensor:
         def read(layer, q, k, v, mask, scaling, out, own):
             return self.reader(at, layer, q, k, v, mask, q.shape[-1] ** -0.5 if scaling is None else scaling, out, own)
 
