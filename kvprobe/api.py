@@ -31,7 +31,7 @@ def cache(model, *, policy="random", keep: int | None = None, keep_ratio: float 
     plan = Plan(Plan.resolve_keep(keep, keep_ratio, length, buffer if buffer_in_keep else 0), buffer, pins_free, schedule)
     pins = tuple(pins) if isinstance(pins, Iterable) else (pins,)
     common = (*pins, PromptPin()) if protect_prompt else pins
-    chosen = registry.make_policy(policy, policy_options)
+    chosen = registry.make_policy(policy, policy_options, model)
     rotate = rotation(model, positions)
     return EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins, instances=instances, seed=seed, rotate=rotate)
 

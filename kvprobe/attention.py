@@ -55,18 +55,21 @@ def weights(query: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> Ten
     return exp / exp.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
 
 
-def attention_mass(query: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> Tensor:
-    """Attention each key receives from all queries, meaned over the group: [b hkv s].
-
-    Blocks of queries, so that the query x key matrix of a long prompt is never held whole.
-    """
+def blocks(query: Tensor, keys: Tensor, visible: Tensor, scaling: float):
+    """(first query, weights [b hkv g i s]) of a block of queries at a time, so that the query x key matrix of a long
+    prompt is never held whole."""
     b, hq, n, _ = query.shape
-    s = keys.shape[-2]
-    block = max(1, BLOCK_BYTES // (8 * b * hq * s))
+    block = max(1, BLOCK_BYTES // (8 * b * hq * keys.shape[-2]))
     visible = visible.expand(-1, -1, n, -1)
-    total = torch.zeros(b, keys.shape[1], s, dtype=wide(query.dtype), device=keys.device)
     for i in range(0, n, block):
-        total += weights(query[:, :, i : i + block], keys, visible[:, :, i : i + block], scaling).sum(3).mean(2)
+        yield i, weights(query[:, :, i : i + block], keys, visible[:, :, i : i + block], scaling)
+
+
+def attention_mass(query: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    """Attention each key receives from all queries, meaned over the group: [b hkv s]."""
+    total = torch.zeros(query.shape[0], *keys.shape[1:3], dtype=wide(query.dtype), device=keys.device)
+    for _, a in blocks(query, keys, visible, scaling):
+        total += a.sum(3).mean(2)
     return total
 
 

@@ -38,7 +38,7 @@ class EvictionLayer(DynamicLayer):
         super().__init__()
         self.seen = 0
         self.queries: Tensor | None = None  # post-RoPE queries of the newest tokens [b hq w d]
-        self.columns: dict[str, Tensor] = {}  # per-entry state that moves with its entry [b hkv s]
+        self.columns: dict[str, Tensor] = {}  # per-entry state that moves with its entry [b hkv s ...]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.seen += key_states.shape[-2]
@@ -197,8 +197,11 @@ class EvictionCache(Rounds, DynamicCache):
         """[l b hkv s]: the position of every slot of the evicted layers, -1 where a slot holds no entry."""
         if self.recorder is None:
             raise ValueError("the cache is empty: no forward has used it yet")
-        shape = (len(self._rows), self.batch, self.geometry.n_kv, -1)
-        kept = [] if self.kept is None else [self.kept]
+        return self._positions(slice(0, len(self._rows)))
+
+    def _positions(self, rows: slice) -> Tensor:
+        shape = (rows.stop - rows.start, self.batch, self.geometry.n_kv, -1)
+        kept = [] if self.kept is None else [self.kept[rows]]
         return torch.cat([*kept, *(t[None, :, None, :].expand(shape) for t in self.tail)], dim=-1)
 
     @property
@@ -346,7 +349,8 @@ class EvictionCache(Rounds, DynamicCache):
         step, needs = self.step, self.policy.needs
         # nothing evicted yet, or one new token: the stock path, bit for bit
         stock = not self.ragged and (step.n == 1 or keys.shape[-2] == step.n)
-        visible = None if stock and not needs.attn_mass else self._visible(row, query.device)
+        watches = needs.attn_mass or hasattr(self.policy, "observe")
+        visible = None if stock and not watches else self._visible(row, query.device)
         if stock:
             out = sdpa_attention_forward(module, query, keys, values, None, dropout=dropout, scaling=scaling)[0]
         elif self.ragged:
@@ -358,24 +362,32 @@ class EvictionCache(Rounds, DynamicCache):
         if step.padded:
             out = out.masked_fill((step.positions < 0)[:, :, None, None].to(out.device), 0.0)
         layer.scaling = scaling
-        if self.window or needs.attn_mass:
-            self._observe(layer, query, keys, visible, scaling)
+        if self.window or watches:
+            self._observe(row, layer, query, keys, visible, scaling)
         if layer_idx == self._last:
             self._leave()
         return out, None
 
-    def _observe(self, layer: EvictionLayer, query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float) -> None:
+    def _observe(self, row: int, layer: EvictionLayer, query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float) -> None:
         if self.window:
             new = query[:, :, -self.window :]
             old = layer.queries
             if old is not None and new.shape[2] < self.window:
                 new = torch.cat([old[:, :, -(self.window - new.shape[2]) :], new], dim=2)
             layer.queries = new.clone()  # a slice would keep the whole forward's queries alive
+        observe = getattr(self.policy, "observe", None)
+        if not self.policy.needs.attn_mass and observe is None:
+            return
+        every = visible if visible is not None else torch.ones(1, 1, 1, keys.shape[-2], dtype=torch.bool, device=keys.device)
+        real_query = (self.step.positions >= 0)[:, None, :, None].to(keys.device)
+        every = every.expand(self.batch, -1, self.step.n, -1) & real_query
         if self.policy.needs.attn_mass:
-            every = visible if visible is not None else torch.ones(1, 1, 1, keys.shape[-2], dtype=torch.bool, device=keys.device)
-            real_query = (self.step.positions >= 0)[:, None, :, None].to(keys.device)
-            mass = att.attention_mass(query, keys, every.expand(self.batch, -1, self.step.n, -1) & real_query, scaling)
+            mass = att.attention_mass(query, keys, every, scaling)
             old = layer.columns.get("attn_mass")
             if old is not None:
                 mass[..., : old.shape[-1]] += old
             layer.columns["attn_mass"] = mass
+        if observe is not None:
+            asked, held = self.step.positions.to(keys.device), self._positions(slice(row, row + 1))[0].to(keys.device)
+            for i, weights in att.blocks(query, keys, every, scaling):
+                layer.columns = observe(weights, asked[:, i : i + weights.shape[3]], held, layer.columns)

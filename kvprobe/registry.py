@@ -82,10 +82,16 @@ def check_value(kind: type, name: str, value) -> bool:
     return True
 
 
-def make_policy(name, options: dict | None = None):
-    """A policy from its name or file and options; an instance is passed through. Raises ValueError for unknown options."""
-    if not isinstance(name, str):
-        return name
+def make_policy(name, options: dict | None = None, model=None):
+    """A policy from its name or file and options; an instance is passed through. Raises ValueError for unknown options.
+
+    model: given, a policy that needs to know its model (`bind`) is told, which may read or make a calibration.
+    """
+    made = _made(name, options) if isinstance(name, str) else name
+    return made.bind(model) if model is not None and hasattr(made, "bind") else made
+
+
+def _made(name: str, options: dict | None):
     policy = find("policy", name).POLICY
     known = [f.name for f in fields(policy)]
     unknown = sorted(set(options or ()) - set(known))

@@ -62,9 +62,11 @@ class Rounds:
             candidates = positions.shape[-1] - self.plan.buffer
         surplus = self._surplus(due)
         real = positions[..., :candidates] >= 0 if self.ragged else None
-        score = torch.stack([self._score(view).to(positions.device) for view in self._views(positions, candidates)])
-        score = score if score.dtype == torch.float64 else score.to(torch.float32)
         bias = self.pins.bias(positions[..., :candidates], self.prompt, self.seen)
+        score = torch.stack([self._score(view).to(positions.device) for view in self._views(positions, candidates, bias)])
+        if hasattr(self.policy, "across_layers"):
+            score = self.policy.across_layers(score, positions[..., :candidates])
+        score = score if score.dtype == torch.float64 else score.to(torch.float32)
         every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
         on_device = torch.as_tensor(surplus, device=score.device)
         if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
@@ -75,7 +77,7 @@ class Rounds:
         gone = evict.evicted(score, same, real)
         self._compact(positions, gone, surplus, due)
 
-    def _views(self, positions: Tensor, candidates: int):
+    def _views(self, positions: Tensor, candidates: int, bias: Tensor | None):
         """One read-only view per evicted layer."""
         device = positions.device
         now, rounds = (torch.tensor(x, device=device) for x in (self.seen, [len(f) for f in self.recorder.fired]))
@@ -89,9 +91,10 @@ class Rounds:
                 values=layer.values[:, :, :candidates], now=here(now), round=here(rounds), keep=self.plan.keep,
                 buffer=self.plan.buffer, scaling=layer.scaling, queries=layer.queries,
                 query_positions=here(self.window_positions) if self.window else None,
-                columns={name: column[..., :candidates] for name, column in layer.columns.items()},
+                columns={name: column[:, :, :candidates] for name, column in layer.columns.items()},
                 rand=lambda *a, _i=i, _here=here, **k: _here(rand(_i, *a, **k)),
-                banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device))
+                banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device),
+                pinned=None if bias is None else here(bias[i] == torch.inf))
 
     def _draws(self, positions: Tensor, rounds: Tensor):
         """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).

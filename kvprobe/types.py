@@ -110,10 +110,12 @@ class Needs:
 
     window: post-RoPE queries of the newest tokens, this many [tokens]; -1 means as many as the buffer holds.
     attn_mass: attention each entry received since it came, as `view.columns["attn_mass"]`.
+    states: False for a policy that reads positions and draws only, so that its keep-sets do not depend on the model.
     """
 
     window: int = 0
     attn_mass: bool = False
+    states: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class CacheView:
     queries [b hq w d] with query_positions [b w] (negative: padding) when the policy needs a window.
     now [b]: tokens each row has seen; round [b]: rounds each row has had before this one.
     banned(start, stop) [b hkv c] counts the positions of start..stop that a pin bans at each site.
+    pinned [b hkv c] is True where a pin holds the entry, whatever its score; None without pins.
     """
 
     layer: int
@@ -141,6 +144,7 @@ class CacheView:
     columns: Mapping[str, Tensor]
     rand: Callable[..., Tensor]
     banned: Callable[[Tensor, Tensor], Tensor]
+    pinned: Tensor | None = None
 
     @property
     def real(self) -> Tensor:
@@ -150,7 +154,15 @@ class CacheView:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A frozen dataclass whose fields are its hyper-parameters; exported by its file as POLICY."""
+    """A frozen dataclass whose fields are its hyper-parameters; exported by its file as POLICY.
+
+    Three more methods, where a policy has them, are called:
+    bind(model) -> Policy, when a cache is made: with what the policy needs to know of the model (weights, calibration);
+    observe(attention [b hkv g n s], query_positions [b n], key_positions [b hkv s], columns) -> columns, after each
+    forward, a block of queries at a time: state per entry [b hkv s ...] that moves with it (a query or key of
+    position -1 is padding, a column shorter than s ends before this forward's entries);
+    across_layers(score [l b hkv c], positions [l b hkv c]) -> score, after all layers of a round were scored.
+    """
 
     needs: Needs
 
@@ -162,3 +174,14 @@ class Policy(Protocol):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision of scores: float32, or float64 for a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_window(policy) -> None:
+    """Raise ValueError for fields `window`, `kernel` and `lam` of a policy that cannot be, where it has them."""
+    kernel, window, lam = (getattr(policy, name, default) for name, default in (("kernel", 1), ("window", 1), ("lam", 0.5)))
+    if kernel < 1 or kernel % 2 == 0:
+        raise ValueError(f"kernel={kernel} must be odd and at least 1")
+    if window == 0 or window < -1:
+        raise ValueError(f"window={window} must be at least 1 query, or -1 for the buffer")
+    if not 0 <= lam <= 1:
+        raise ValueError(f"lam={lam} must be in [0, 1]")

@@ -138,7 +138,7 @@ class Session:
         self.plan = Plan(Plan.resolve_keep(config.keep, config.keep_ratio, self.before, config.buffer * config.buffer_in_keep), config.buffer, config.pins_free)
         if self.plan.fires_at >= self.before:
             raise ValueError(f"nothing would be evicted: {self.before} tokens precede the value, a round needs keep + 2 * buffer = {self.plan.fires_at}")
-        self.policy = registry.make_policy(config.policy, config.policy_options)
+        self.policy = registry.make_policy(config.policy, config.policy_options, model)
         self.rotate = api.rotation(model, config.positions)
         evaluated = _cut(range(config.instances), config.batch_size)
         ranked = _cut(range(config.instances, count), config.batch_size)

@@ -13,7 +13,7 @@ from kvprobe.types import CacheView, Needs, wide
 class POLICY:
     """Keep the newest entries."""
 
-    needs = Needs()
+    needs = Needs(states=False)
 
     def score(self, view: CacheView) -> Tensor:
         return view.positions.to(wide(view.keys.dtype))

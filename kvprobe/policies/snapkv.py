@@ -7,8 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvprobe import attention
-from kvprobe.types import CacheView, Needs
+from kvprobe import scores
+from kvprobe.types import CacheView, Needs, check_window
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,11 @@ class POLICY:
     """how the query heads of a KV head are reduced"""
 
     def __post_init__(self) -> None:
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel} must be odd and at least 1")
-        if self.window == 0 or self.window < -1:
-            raise ValueError(f"window={self.window} must be at least 1 query, or -1 for the buffer")
+        check_window(self)
 
     @property
     def needs(self) -> Needs:
         return Needs(window=self.window)
 
     def score(self, view: CacheView) -> Tensor:
-        a = attention.window_attention(view.queries, view.query_positions, view.keys, view.positions, view.scaling)
-        a = attention.mean_over_queries(a, view.query_positions) if self.queries == "mean" else a.sum(3)
-        a = attention.pool(a, self.kernel, self.pooling)
-        return {"mean": a.mean, "sum": a.sum, "max": a.amax}[self.group](2)
+        return scores.window_importance(view, self.kernel, self.pooling, self.queries, self.group)

@@ -17,7 +17,7 @@ class POLICY:
     n_sink: int = 4
     """first positions of the text that are always kept [tokens]"""
 
-    needs = Needs()
+    needs = Needs(states=False)
 
     def score(self, view: CacheView) -> Tensor:
         score = view.positions.to(wide(view.keys.dtype))
