@@ -18,16 +18,20 @@ _WHERE = {
     "cache": "api", "plant": "api", "sites": "api", "run": "runner", "rerun": "runner", "Run": "runner",
     "Plan": "types", "Needs": "types", "Geometry": "types", "CacheView": "types",
     "SpanPin": "pins", "PromptPin": "pins", "SinkPin": "pins", "WindowPin": "pins",
-    "KeepLog": "keeplog", "force": "engine", "prefill": "engine", "generate": "engine",
+    "KeepLog": "keeplog", "force": "engine", "prefill": "engine",
+    "generate": "generation", "evicting": "generation", "Generation": "generation",
     "available": "registry",
     "capture": "inside.look", "estimate": "inside.look", "Capture": "inside.capture", "head_weights": "inside.sites", "list_sites": "inside.sites",
     "intervene": "inside.intervene", "head_masks": "inside.intervene", "pin": "inside.intervene", "ablate": "inside.intervene",
     "transplant": "inside.intervene", "compare": "inside.intervene", "kv_head": "inside.intervene",
 }
-__all__ = ["__version__", *sorted(_WHERE)]
+_MODULES = ("stats",)  # submodules that are public as they are
+__all__ = ["__version__", *_MODULES, *sorted(_WHERE)]
 
 
 def __getattr__(name: str):
+    if name in _MODULES:
+        return _import(f"{__name__}.{name}")
     if name in _WHERE:
         value = getattr(_import(f"{__name__}.{_WHERE[name]}"), name)
         globals()[name] = value

@@ -13,6 +13,7 @@ from torch import Tensor
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)  # int64 wraps, so the constants are given as signed numbers
 _MUL1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MUL2 = 0x94D049BB133111EB - (1 << 64)
+_TOKENS = -2  # where eviction has a layer, so that one seed may serve both
 
 
 def _shift(x: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
@@ -42,3 +43,8 @@ def uniform(keys: Tensor, counters: Tensor) -> Tensor:
     counters = counters.to(torch.int64, memory_format=torch.contiguous_format)
     x, scratch = _mix_(torch.add(keys, counters, alpha=_GAMMA))
     return x.view(torch.float64).copy_(_shift(x, 11, scratch)).mul_(2.0**-53)
+
+
+def sampling(seed: int, instances: Tensor, step: int) -> Tensor:
+    """float64 [b] in [0, 1): the number that picks a row's new token number `step`; it depends on nothing else."""
+    return uniform(key(seed, instances, torch.full((), _TOKENS, device=instances.device)), torch.full_like(instances, step))

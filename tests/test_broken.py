@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 import kvprobe
 import tiny
-from kvprobe import cli
+from kvprobe import cli, engine
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ def test_the_buffer_may_count_inside_keep(lm, ids):
 
 def test_a_long_second_turn_is_split_by_our_own_generate(lm, ids):
     cache = kvprobe.cache(lm, keep=16, buffer=4)
-    first = kvprobe.generate(lm, cache, ids[:1, :30], max_new_tokens=3)
+    first = engine.generate(lm, cache, ids[:1, :30], max_new_tokens=3)
     longer = torch.cat([first, ids[:1, 30:60]], 1)
-    out = kvprobe.generate(lm, cache, longer, max_new_tokens=3)
+    out = engine.generate(lm, cache, longer, max_new_tokens=3)
     assert out.shape[1] == longer.shape[1] + 3 and cache.physical < 16 + 8
 
 

@@ -55,5 +55,5 @@ def test_digits_are_one_token_each(lm):
 def test_generation_under_eviction_stays_within_its_budget(lm):
     ids = lm.tokenizer("Count: one, two, three,", return_tensors="pt").input_ids
     cache = kvprobe.cache(lm, policy="streaming_llm", keep=16, buffer=4)
-    out = kvprobe.generate(lm, cache, ids, max_new_tokens=40)
+    out = engine.generate(lm, cache, ids, max_new_tokens=40)
     assert cache.get_seq_length() == out.shape[1] - 1 and cache.physical < 16 + 2 * 4

@@ -6,6 +6,7 @@ import torch
 import kvprobe
 import stub
 import tiny
+from kvprobe import engine
 from kvprobe.registry import make_policy
 from kvprobe.types import Needs
 from oracle import cache_sets
@@ -80,10 +81,10 @@ def test_generate_on_a_padded_batch(llama, ids):
     model, _ = llama
     text, mask = padded(ids[:, :22])
     batch = kvprobe.cache(model, keep=KEEP, buffer=BUFFER, instances=[1, 2, 3])
-    out = kvprobe.generate(model, batch, text, attention_mask=mask, max_new_tokens=20)
+    out = engine.generate(model, batch, text, attention_mask=mask, max_new_tokens=20)
     for b, pad in enumerate(PADS):
         single = kvprobe.cache(model, keep=KEEP, buffer=BUFFER, instances=[1 + b])
-        alone = kvprobe.generate(model, single, text[b : b + 1, pad:], max_new_tokens=20)
+        alone = engine.generate(model, single, text[b : b + 1, pad:], max_new_tokens=20)
         assert out[b, 22:].tolist() == alone[0, 22 - pad :].tolist()
         assert of_row(batch, b) == of_row(single, 0)
 
@@ -94,7 +95,7 @@ def test_the_protected_prompt_is_each_rows_own(llama, ids):
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :5] = 0
     cache = kvprobe.cache(model, policy="recency", keep=KEEP, buffer=BUFFER, protect_prompt=True)
-    kvprobe.generate(model, cache, ids[:2, :9], attention_mask=mask, max_new_tokens=42)
+    engine.generate(model, cache, ids[:2, :9], attention_mask=mask, max_new_tokens=42)
     assert of_row(cache, 0)[0, 0] == [*range(9), *range(45, 50)] and of_row(cache, 1)[0, 0] == [*range(4), *range(32, 45)]
 
 

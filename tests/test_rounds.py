@@ -5,6 +5,7 @@ import torch
 
 import kvprobe
 import stub
+from kvprobe import engine
 from kvprobe.eviction_cache import EvictionCache
 from oracle import cache_sets
 
@@ -109,7 +110,7 @@ def test_rows_have_rounds_of_their_own(llama, ids):
     mask = torch.ones(3, 30, dtype=torch.long)
     mask[1, :1], mask[2, :5] = 0, 0
     cache = kvprobe.cache(model, keep=10, buffer=4)
-    kvprobe.generate(model, cache, ids[:, :30], attention_mask=mask, max_new_tokens=6)
+    engine.generate(model, cache, ids[:, :30], attention_mask=mask, max_new_tokens=6)
     assert cache.keep_log.fired == ((30, 34), (29, 33), (25, 29))
     assert cache.keep_log.length == (35, 34, 30)
 
@@ -175,7 +176,7 @@ def test_sinks_windows_and_the_prompt():
 def test_prompt_protection_is_a_switch_of_the_run(llama, ids):
     model, _ = llama
     cache = kvprobe.cache(model, policy="recency", keep=10, buffer=4, protect_prompt=True)
-    kvprobe.generate(model, cache, ids[:2, :7], max_new_tokens=30)
+    engine.generate(model, cache, ids[:2, :7], max_new_tokens=30)
     assert all(held == [*range(7), *range(27, 36)] for held in cache_sets(cache).values()) and cache.keep_log.fired[0][-1] == 34
 
 
