@@ -19,7 +19,7 @@ def cache(model, *, policy="random", keep: int | None = None, keep_ratio: float 
     """A cache that evicts by itself, for a user's own `model.generate(..., cache=...)` or forward.
 
     model: what `kvprobe.load` returned, or a transformers model (kvprobe's attention function is put into it).
-    policy: a name of `kvprobe list`, a .py file or a policy; policy_options are its fields. keep: entries per KV head
+    policy: a name of `kvprobe list`, a .py file or a policy; policy_options are its fields. "prefix_sliding" is recency with protect_prompt. keep: entries per KV head
     that survive a round, or keep_ratio of `length` tokens. buffer: newest entries, never scored; a round fires after the
     step at which a row holds keep + 2 * buffer entries. buffer_in_keep counts the buffer inside keep. protect_prompt pins the first forward's tokens.
     positions: "original" (every key stays at its token's own position) or "renumbered" (after each round the survivors are
@@ -27,6 +27,9 @@ def cache(model, *, policy="random", keep: int | None = None, keep_ratio: float 
     """
     if not isinstance(model, Model):
         model = prepare(model)
+    if isinstance(policy, str):
+        policy, switches = registry.alias(policy)
+        protect_prompt = protect_prompt or switches.get("protect_prompt", False)
     buffer = 0 if schedule == "prompt_end" else buffer
     plan = Plan(Plan.resolve_keep(keep, keep_ratio, length, buffer if buffer_in_keep else 0), buffer, pins_free, schedule)
     pins = tuple(pins) if isinstance(pins, Iterable) else (pins,)

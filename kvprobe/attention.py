@@ -42,13 +42,15 @@ def folded(visible: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=visible.device).where(visible, -torch.inf).expand(-1, -1, n, -1).repeat(1, 1, group, 1)
 
 
-def weights(query: Tensor, keys: Tensor, visible: Tensor, scaling: float) -> Tensor:
+def weights(query: Tensor, keys: Tensor, visible: Tensor, scaling: float, merge: str | None = None) -> Tensor:
     """Attention weights [b hkv g n s] in float32 or the model's wider dtype.
 
-    visible: bool, broadcastable to [b hkv n s]. A query that sees nothing gets zeros, not nan.
+    visible: bool, broadcastable to [b hkv n s]. A query that sees nothing gets zeros, not nan. merge="max" takes the
+    largest raw logit of the group before the softmax: [b hkv 1 n s].
     """
     dtype = wide(query.dtype)
     logits = torch.einsum("bhgnd,bhsd->bhgns", grouped(query, keys.shape[1]).to(dtype), keys.to(dtype)) * scaling
+    logits = logits.amax(2, keepdim=True) if merge == "max" else logits
     logits = logits.masked_fill(~visible.unsqueeze(2), -torch.inf)
     top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     exp = (logits - top).exp()
@@ -73,15 +75,15 @@ def attention_mass(query: Tensor, keys: Tensor, visible: Tensor, scaling: float)
     return total
 
 
-def window_attention(query: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, scaling: float) -> Tensor:
-    """Attention of a window of queries over the candidates only: [b hkv g w c].
+def window_attention(query: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor, scaling: float, merge: str | None = None) -> Tensor:
+    """Attention of a window of queries over the candidates only: [b hkv g w c], with merge="max" [b hkv 1 w c].
 
     query [b hq w d] at query_positions [b w] (negative: padding, gets zeros); positions [b hkv c] (negative: no entry).
     A query sees candidates up to its own position.
     """
     p = positions[:, :, None, :]
     visible = (p >= 0) & (p <= query_positions[:, None, :, None])
-    return weights(query, keys, visible, scaling)
+    return weights(query, keys, visible, scaling, merge)
 
 
 def mean_over_queries(attention: Tensor, query_positions: Tensor) -> Tensor:

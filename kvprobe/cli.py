@@ -83,18 +83,20 @@ def _run(argv: list[str]) -> int:
     return _print_run(out)
 
 
-def _check_names(argv: list[str], module, policy: str) -> None:
+def _check_names(argv: list[str], module, policy: str | None) -> None:
     """Refuse options that do not exist, saying which do."""
     from .registry import find, make_policy
 
     names = [word[2:].split("=", 1)[0].replace("-", "_") for word in argv if word.startswith("--")]
-    make_policy(policy, {})
-    own = {f.name for f in dataclasses.fields(find("policy", policy).POLICY)}
+    own: set[str] = set()
+    if policy:
+        make_policy(policy, {})
+        own = {f.name for f in dataclasses.fields(find("policy", policy).POLICY)}
     for name in names:
-        if name.startswith("policy.") and name[7:] not in own:
+        if policy and name.startswith("policy.") and name[7:] not in own:
             make_policy(policy, {name[7:]: None})
     known = [f.name for f in dataclasses.fields(module.CONFIG) if f.name != "policy_options"] + ["preset", "out", "help"]
-    unknown = sorted({n for n in names if not n.startswith("policy.")} - set(known))
+    unknown = sorted({n for n in names if not (policy and n.startswith("policy."))} - set(known))
     if unknown:
         raise ValueError(f"unknown option {', '.join('--' + n.replace('_', '-') for n in unknown)}; options: {', '.join('--' + n.replace('_', '-') for n in sorted(known))}")
 
@@ -115,15 +117,15 @@ def _options(module, preset, policy: str | None):
 
     from .registry import find
 
-    policy = policy or preset.policy
-    chosen = find("policy", policy).POLICY
+    policy = policy or getattr(preset, "policy", None)
+    chosen = find("policy", policy).POLICY if policy else None
     docs = _docs(module.CONFIG)
     fields = [("preset", Annotated[str, tyro.conf.arg(help=f"one of: {', '.join(module.PRESETS)}")], "demo"),
               ("out", Annotated[str | None, tyro.conf.arg(help="the run's folder; default runs/NAME-PRESET-HASH")], None)]
     for f in dataclasses.fields(module.CONFIG):
         if f.name != "policy_options":
             fields.append((f.name, Annotated[_type_of(module.CONFIG, f.name), tyro.conf.arg(help=docs.get(f.name, ""))], getattr(preset, f.name)))
-    made = dataclasses.fields(chosen)
+    made = dataclasses.fields(chosen) if chosen else ()
     if made:
         own = dataclasses.make_dataclass("PolicyOptions", [_policy_field(chosen, f) for f in made], frozen=True)
         own.__doc__ = (chosen.__doc__ or "").strip()
@@ -150,13 +152,16 @@ def _docs(kind: type) -> dict[str, str]:
     import inspect
     import textwrap
 
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body
-    return {a.target.id: b.value.value for a, b in zip(body, body[1:])
-            if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant)}
+    docs: dict[str, str] = {}
+    for base in [k for k in reversed(kind.__mro__) if dataclasses.is_dataclass(k)]:
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        docs |= {a.target.id: b.value.value for a, b in zip(body, body[1:])
+                 if isinstance(a, ast.AnnAssign) and isinstance(b, ast.Expr) and isinstance(b.value, ast.Constant)}
+    return docs
 
 
 def _help(module, probe: str, preset: str, policy: str) -> str:
-    return f"{(module.__doc__ or probe).splitlines()[0]} Defaults below: preset {preset}, policy {policy}."
+    return f"{(module.__doc__ or probe).splitlines()[0]} Defaults below: preset {preset}{f', policy {policy}' if policy else ''}."
 
 
 def _given(argv: list[str], module, parsed) -> dict:

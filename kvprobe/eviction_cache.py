@@ -220,19 +220,23 @@ class EvictionCache(Rounds, DynamicCache):
             raise ValueError("the cache is empty: no forward has used it yet")
         return self.recorder.log(self.seen, self.plan.keep, self.plan.buffer)
 
-    def branch(self, repeats: int, row_pins: Sequence[Sequence[Pin]] | None = None, plan: Plan | None = None) -> EvictionCache:
-        """A copy with every row repeated `repeats` times in place, with pins per new row and perhaps another plan.
+    def branch(self, repeats: int = 1, row_pins: Sequence[Sequence[Pin]] | None = None, plan: Plan | None = None,
+               policy: Policy | None = None, seed: int | None = None) -> EvictionCache:
+        """A copy with every row repeated `repeats` times in place, with pins per new row and perhaps another plan, policy or seed.
 
         Conditions share everything up to the first round this way. Tensors are shared until one side replaces them.
-        Raises ValueError when pins are given after a round has fired.
+        Raises ValueError when pins, a policy or a seed are given after a round has fired, and for a policy that needs more
+        than this cache's policy made it gather.
         """
-        if row_pins is not None and any(self.recorder.fired):
-            raise ValueError("pins cannot be set after a round has fired: what they should hold may be gone")
+        if (row_pins is not None or policy is not None or seed is not None) and any(self.recorder.fired):
+            raise ValueError("pins, policy and seed cannot be set after a round has fired: what they should hold may be gone")
         new = copy.copy(self)
         new.layers = [copy.copy(layer) for layer in self.layers]
         for layer in new.layers:  # linear layers keep their states in dicts and write them in place
             vars(layer).update({name: dict(x) for name, x in vars(layer).items() if isinstance(x, dict)})
-        new.plan = plan or self.plan
+        new.plan, new.seed = plan or self.plan, self.seed if seed is None else seed
+        if policy is not None:
+            new._score_by(policy)
         new.tail, new.recorder = list(self.tail), self.recorder.copy()
         new.batch_repeat_interleave(repeats)
         if row_pins is not None:
@@ -240,6 +244,21 @@ class EvictionCache(Rounds, DynamicCache):
             new.pins = new._pin_table()
         new._given = new.row_pins, new.instances
         return new
+
+    def _score_by(self, policy: Policy) -> None:
+        """Take another policy over from what this cache's own made it gather."""
+        has, wants = self.policy, policy.needs
+        window = self.plan.buffer if wants.window == -1 else wants.window
+        own = getattr(policy, "observe", None)
+        if window > self.window or wants.attn_mass and not has.needs.attn_mass or own is not None and policy != has:
+            raise ValueError(f"{policy} needs what a cache of {has} did not gather: the prefix must run under a policy that needs as much")
+        self.policy, self.window = policy, window
+        self.window_positions = self.window_positions[:, -window:] if window else None
+        for i in self._rows:
+            layer = self.layers[i]
+            layer.queries = layer.queries[:, :, -window:] if window else None
+            if not wants.attn_mass and own is None:
+                layer.columns = {}
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -258,6 +277,15 @@ class EvictionCache(Rounds, DynamicCache):
         else:
             self._check_room(n)
         self.step = _Step(n, padded=False)
+
+    def pass_tokens(self, n: int, batch: int) -> None:
+        """n tokens pass without a model: entries of head size 0, no attention. For policies that need neither."""
+        nothing = torch.empty(batch, self.geometry.n_kv, n, 0)
+        for i in self._rows:
+            self.update(nothing, nothing, i, kwargs={})
+            self.layers[i].scaling = 1.0
+        self._note_tokens(None, nothing.device)
+        self._leave()
 
     def _check_room(self, n: int) -> None:
         room = None if self.count is None else self.room

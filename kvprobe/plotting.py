@@ -31,6 +31,16 @@ def picture(width: float, height: float, rows: int = 1, **subplots):
     return figure, axes
 
 
+def grid(width: float, height: float, rows: int, columns: int, **subplots):
+    """(figure, axes [rows][columns]) in the house style, sizes in inches."""
+    import seaborn as sns
+
+    with sns.axes_style("whitegrid"):
+        figure = Picture(figsize=(width, height), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, **subplots)
+    return figure, axes
+
+
 def footer(figure: Figure, text: str) -> None:
     """Small print under the axes: what a reader needs who sees the figure alone."""
     lines = text.count("\n") + 1

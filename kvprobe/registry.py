@@ -23,6 +23,15 @@ def available(kind: str) -> dict[str, str]:
     return {name: _first_line(name, package) for name in names}
 
 
+ALIASES = {"prefix_sliding": ("recency", {"protect_prompt": True})}
+"""Names of the literature for a policy under a switch of the run."""
+
+
+def alias(name: str) -> tuple[str, dict]:
+    """The policy behind a name, and the switches that come with it."""
+    return ALIASES.get(name, (name, {}))
+
+
 def _first_line(name: str, package: ModuleType) -> str:
     """Read without importing: `kvprobe list` should not load torch for a line of text."""
     import ast

@@ -40,6 +40,11 @@ def mean_cosine(view: CacheView, itself: bool = True) -> Tensor:
     return total / view.real.sum(-1, keepdim=True)
 
 
+def softmax(score: Tensor, real: Tensor) -> Tensor:
+    """Softmax over the candidates of each KV head [b hkv c], 0 where a slot holds no entry."""
+    return score.masked_fill(~real, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
 def spared_cosine(view: CacheView, threshold: float) -> Tensor:
     """[b hkv c]: mean cosine with the others, where each entry spares the newest one that resembles it (R-KV's release).
 

@@ -111,11 +111,13 @@ class Needs:
     window: post-RoPE queries of the newest tokens, this many [tokens]; -1 means as many as the buffer holds.
     attn_mass: attention each entry received since it came, as `view.columns["attn_mass"]`.
     states: False for a policy that reads positions and draws only, so that its keep-sets do not depend on the model.
+    draws: True for a policy that draws: probes repeat it under fresh eviction seeds.
     """
 
     window: int = 0
     attn_mass: bool = False
     states: bool = True
+    draws: bool = False
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from sidebyside import feed, walk
 KEEP, BUFFER = 10, 4
 POLICIES = sorted(kvprobe.available("policy"))
 SCHEDULES = {"rounds": dict(keep=KEEP, buffer=BUFFER), "prompt_end": dict(keep=KEEP, schedule="prompt_end")}
-WINDOW = {"snapkv": dict(window=4)}  # at prompt end there is no buffer whose queries could vote
+WINDOW = {"snapkv": dict(window=4), "caote": dict(window=4), "obcache": dict(window=4)}  # at prompt end there is no buffer whose queries could vote
 
 
 class Spy:
@@ -25,6 +25,9 @@ class Spy:
 
     def __init__(self, inner):
         self.inner, self.needs, self.scores = inner, inner.needs, []
+
+    def __getattr__(self, name):  # what only some policies have, such as `observe`
+        return getattr(self.inner, name)
 
     def score(self, view):
         shown = [view.positions, view.keys, view.values, view.now, view.round, view.queries, view.query_positions, *view.columns.values()]

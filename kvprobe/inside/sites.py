@@ -136,8 +136,15 @@ def rotate(model: Model, layer: int, keys: Tensor, by: int | Tensor) -> Tensor:
     flat = keys.reshape(-1, 1, *keys.shape[2:])  # every (row, KV head) as a row of its own: each has its own angles
     cos, sin = _cos_sin(model.model, config, layer, flat, by.reshape(-1, keys.shape[2]))
     scale = (cos.double() ** 2 + sin.double() ** 2).sqrt().mean().to(cos.dtype)  # some kinds scale keys on top, once is enough
+    return _turn(attention, flat, cos / scale, sin / scale).view(keys.shape)
+
+
+def _turn(attention: nn.Module, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The model's own rotation of keys; some files define it for one tensor, most for queries and keys at once."""
+    import inspect
+
     apply = modeling(attention).apply_rotary_pos_emb
-    return apply(flat, flat, cos / scale, sin / scale)[1].view(keys.shape)
+    return apply(keys, cos, sin) if list(inspect.signature(apply).parameters)[1] == "cos" else apply(keys, keys, cos, sin)[1]
 
 
 def _rope_kind(config, layer: int) -> str:

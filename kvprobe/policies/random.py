@@ -19,7 +19,7 @@ class POLICY:
     block: int = 1
     """evict contiguous blocks of this many positions [tokens]; at most keep"""
 
-    needs = Needs(states=False)
+    needs = Needs(states=False, draws=True)
 
     def __post_init__(self) -> None:
         if self.block < 1:
