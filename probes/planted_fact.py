@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import conditions, metrics, needles, registry
+from kvprobe import conditions, metrics, needles, registry, stats
 from kvprobe.types import POSITIONS, Plan
 
 if TYPE_CHECKING:
@@ -315,7 +315,7 @@ class Session:
         out = []
         for name, a, b, sign, limit in (("the fact kept everywhere under eviction is worth about the full cache", "kept", "full", -1, self.config.check_kept),
                                         ("the endpoints kept and deleted are far apart", "kept", "deleted", 1, self.config.check_endpoints)):
-            d = metrics.difference(logp[a].to_numpy(), logp[b].to_numpy(), self.config.seed)
+            d = stats.difference(logp[a].to_numpy(), logp[b].to_numpy(), self.config.seed)
             out.append(Check(name, d.value >= sign * limit if applies else None, f"{a} - {b} = {d.text()} nats, n={d.n}", f">= {sign * limit:g} nats"))
         return out
 
@@ -339,8 +339,8 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     heads = rows.drop_duplicates("condition").set_index("condition").n_heads
     out = []
     for name in heads.index:
-        found = {"retrieval": metrics.mean(retrieved[name], seed), "R": metrics.recall_gain(logp[name], logp["deleted"], logp["kept"], seed),
-                 "logp": metrics.mean(logp[name], seed)}
+        found = {"retrieval": stats.mean(retrieved[name], seed), "R": metrics.recall_gain(logp[name], logp["deleted"], logp["kept"], seed),
+                 "logp": stats.mean(logp[name], seed)}
         flat = {f"{k}_{part}": getattr(e, part) for k, e in found.items() for part in ("value", "low", "high")}
         out.append({"condition": name, "n_heads": heads[name], "n": len(logp)} | flat)
     return pd.DataFrame(out).sort_values(["n_heads", "condition"], na_position="last", ignore_index=True)
@@ -352,7 +352,7 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
     def text(row, key: str) -> str:
         parts = [None if pd.isna(row[f"{key}_{p}"]) else float(row[f"{key}_{p}"]) for p in ("value", "low", "high")]
-        return metrics.Estimate(*parts, n=row["n"]).text()
+        return stats.Estimate(*parts, n=row["n"]).text()
 
     s = summary(rows, manifest)
     return pd.DataFrame({
