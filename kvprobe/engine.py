@@ -1,4 +1,4 @@
-"""The only code that steps a model: prefill, force a script, generate.
+"""Steps a model behind a cache: prefill, force a script, transformers' own generate (free generation, row by row, is generation.py).
 
 Nothing is evicted between two rounds, so the tokens between them are one forward with a causal mask, and that is exact
 (protocols 2). Only the logits that are asked for are computed.

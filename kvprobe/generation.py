@@ -1,7 +1,8 @@
 """Free generation under eviction, row by row its own: `generate`, and `evicting` for a user's own `model.generate`.
 
 A row's text, keep-sets and sizes are those of a run of its own: it counts its own tokens, draws by its own instance, and
-leaves the batch when it stops. Padding is a matter of the mask, so that a tokenizer needs no padding token.
+leaves the batch when it stops (up to rounding: kernels sum a batch in another order). Padding is a matter of the mask, so
+that a tokenizer needs no padding token.
 """
 
 from __future__ import annotations
