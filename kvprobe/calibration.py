@@ -43,8 +43,7 @@ class Statistics:
         """The table of a layer on a device."""
         if (layer, device) not in self._moved:
             t = self.tables[layer]
-            turn = rotary.Rotary(t.rotary.first.to(device), t.rotary.second.to(device), t.rotary.omega.to(device), t.rotary.scale, t.rotary.layout)
-            self._moved[layer, device] = Table(t.mean.to(device), t.norm.to(device), turn)
+            self._moved[layer, device] = Table(t.mean.to(device), t.norm.to(device), t.rotary.to(device))
         return self._moved[layer, device]
 
 
@@ -139,6 +138,57 @@ def load(path: str | os.PathLike, model: Model) -> Statistics:
     differ = [f"{name} (file {str(about.get(name))[:60]}, model {str(value)[:60]})" for name, value in want.items() if about.get(name) != value]
     if differ:
         raise ValueError(f"{path} was calibrated for another model than {model.name}; they differ in {', '.join(differ)}")
+    for layer, turn in turns.items():
+        want = (model.geometry.n_q, len(turn.omega))
+        for name in (f"{layer}.mean.real", f"{layer}.mean.imag", f"{layer}.norm"):
+            if name not in tensors or tensors[name].shape != want:
+                raise ValueError(f"{path} holds no calibration statistics of kvprobe: it lacks {name} {list(want)}")
     tables = {layer: Table(torch.complex(tensors[f"{layer}.mean.real"], tensors[f"{layer}.mean.imag"]), tensors[f"{layer}.norm"], turn)
               for layer, turn in turns.items()}
     return Statistics(tables, about)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of `kvprobe calibrate`."""
+
+    policy: str
+    """the policy, e.g. triattention"""
+    out: str
+    """file to write (.safetensors)"""
+    model: str = "smollm2"
+    """smollm2 (embedded), tiny (random weights), a local folder, a .gguf file, or a hub id"""
+    filler: str = "builtin"
+    """text: builtin, a .jsonl file of `kvprobe traces`, or a text file"""
+    tokens: int = 8192
+    """tokens read"""
+    device: str | None = None
+    """torch device, e.g. cuda; default cpu"""
+    device_map: str | None = None
+    """accelerate device map, e.g. auto, instead of device"""
+    dtype: str | None = None
+    """float32, bfloat16, float16 or float64; default float32 on a CPU, else the checkpoint's"""
+    threads: int = 0
+    """torch threads; 0 leaves torch's default"""
+
+
+def command(settings: Settings, say=lambda text: None) -> str:
+    """Calibrate and write. Raises ValueError for a policy that takes no statistics, before any work."""
+    from tqdm import tqdm
+
+    from . import registry
+    from .models import load as load_model
+
+    policy = registry.find("policy", settings.policy)
+    if not hasattr(policy, "calibrate"):
+        can = [name for name in registry.available("policy") if hasattr(registry.find("policy", name), "calibrate")]
+        raise ValueError(f"policy {settings.policy!r} takes no calibration; those that do: {', '.join(can)}")
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    model = load_model(settings.model, device=settings.device, dtype=settings.dtype, device_map=settings.device_map)
+    with tqdm(total=settings.tokens, unit="tok", desc="calibrate") as bar:
+        found = policy.calibrate(model, settings.filler, settings.tokens, bar.update)
+    save(found, settings.out)
+    spread = torch.stack([t.mean.abs().sum(-1) / t.norm.sum(-1) for t in found.tables.values()])
+    return (f"{settings.out}: {found.about['tokens']} tokens of {found.about['source']}, {model.name} {model.fingerprint}\n"
+            f"concentration |mean q| / mean |q| over layers and heads: {spread.min():.2f} to {spread.max():.2f}, mean {spread.mean():.2f}")

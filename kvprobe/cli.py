@@ -15,6 +15,8 @@ USAGE = """usage: kvprobe COMMAND ...
   figure NAME DIR              draw a figure of a run again
   rerun MANIFEST --out DIR     run again what a manifest describes and compare the rows
   audit DIR                    replay a run on the full cache with per-head masks and compare log p
+  simulate [--FIELD VALUE ...] keep-sets of a policy that needs no model, at the papers' sizes
+  calibrate POLICY --out FILE  statistics of a model that a policy scores by
   traces --out FILE            write filler text with a model
   --version
 
@@ -35,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"kvprobe {__version__}")
         return 0
-    commands = {"run": _run, "list": _list, "show": _show, "figure": _figure, "rerun": _rerun, "audit": _audit, "traces": _traces}
+    commands = {"run": _run, "list": _list, "show": _show, "figure": _figure, "rerun": _rerun, "audit": _audit, "simulate": _simulate, "calibrate": _calibrate, "traces": _traces}
     if argv[0] not in commands:
         print(f"kvprobe: command {argv[0]!r} is unknown\n\n{USAGE}", file=sys.stderr)
         return 1
@@ -250,6 +252,23 @@ def _audit(argv: list[str]) -> int:
     result = audit_run(args.dir, limit=args.limit or None)
     print(result.text())
     return 0 if result.ok else 2
+
+
+def _simulate(argv: list[str]) -> int:
+    from .simulate import Settings, command
+
+    print(command(_parse(Settings, argv, "simulate", "What a policy that reads positions and draws only keeps, without a model (Random Attention app. D).")))
+    return 0
+
+
+def _calibrate(argv: list[str]) -> int:
+    from . import calibration
+
+    if argv and not argv[0].startswith("-"):
+        argv = ["--policy", *argv]  # `kvprobe calibrate triattention`
+    settings = _parse(calibration.Settings, argv, "calibrate", "Statistics of a model's pre-RoPE queries, for --policy.statistics.")
+    print(calibration.command(settings, say=_say))
+    return 0
 
 
 def _traces(argv: list[str]) -> int:

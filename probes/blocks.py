@@ -170,7 +170,7 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
         spread = part[part.metric == "logp"].groupby("draw").value.mean()
         out.append(dict(keep=keep, block=block, blocks_per_head=keep / block, n=len(mine), R=r.value, R_low=r.low, R_high=r.high, retrieval=got.value, retrieval_low=got.low,
                         retrieval_high=got.high, logp=mine.mean(), kept=kept.mean(), deleted=deleted.mean(), seed_sd=spread.std(ddof=1) if len(spread) > 1 else None))
-    return pd.DataFrame(out)
+    return pd.DataFrame(out).astype(dict.fromkeys(("R", "R_low", "R_high"), float))  # None, where nothing was there to be recalled, is nan
 
 
 def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:

@@ -112,7 +112,7 @@ class Session(Comparing):
         pinned = rows[rows.protect & (rows.metric == "prompt_head")].value
         checks = [Check("a protected prompt is held in full", bool((pinned == 1).all()), f"least share {pinned.min():.3f}", "1"),
                   Check("the full cache retrieves the facts", full.value >= 0.5 if self.config.model != "tiny" else None, f"{full.text()} of n={full.n}", ">= 0.50")]
-        title += f"\nSpearman of gain and survival deficit: {pooled.text()} over policies x instances (n = {pooled.n} instances), {across.text()} over the means of {across.n} policies"
+        title += f"\nSpearman of gain and survival deficit: {pooled.text()} over policies x instances, {across.text()} over policies' means"
         said = {"title": title, "rounds_before_value": told, "spearman_pooled": pooled.text(), "spearman_across_policies": across.text(), "spearman_n": [pooled.n, across.n]}
         return Report(title, table, table.to_string(index=False), checks, said)
 
