@@ -14,6 +14,7 @@ import numpy as np
 from . import arms as arm_module
 from . import registry
 from .arms import Arm
+from .pins import PromptPin, check_fits
 from .types import POSITIONS, Needs, Plan
 
 NEVER = Plan(10**9, 1)
@@ -144,12 +145,17 @@ class Comparing:
         longest = max([len(story.ids), *(a.at + len(a.query) + len(a.value) for a in story.asks)])
         if self.model.context is not None and longest > self.model.context:
             raise ValueError(f"the script takes {longest} tokens, {self.model.name} has a context of {self.model.context}")
-        if self.plan.fires_at >= longest:
-            raise ValueError(f"nothing would be evicted: the script has {longest} tokens, a round needs keep + 2 * buffer = {self.plan.fires_at}")
+        decides = max((a.at + len(a.query) - 1 for a in story.asks), default=len(story.ids))  # tokens before the one that predicts the last value
+        if self.plan.fires_at > decides:
+            raise ValueError(f"nothing would be evicted: the script has {decides} tokens before it is asked, a round needs keep + 2 * buffer = {self.plan.fires_at}")
+        if story.prompt >= self.plan.fires_at:
+            raise ValueError(f"the prompt of {story.prompt} tokens alone reaches a round, which needs keep + 2 * buffer = {self.plan.fires_at}: arms must begin alike")
         if any(a.protect for a in self.arms) and story.prompt >= self.plan.keep:
             raise ValueError(f"keep={self.plan.keep} cannot hold the protected prompt of {story.prompt} tokens")
         if len(story.ids) <= story.prompt:
             raise ValueError("a story needs a body after its prompt")
+        for pins in {self.pins(arm, story) for arm in self.arms}:
+            check_fits(pins, self.model.geometry, self.plan)
 
     # -- what the runner asks ---------------------------------------------------------------------------------------
 
@@ -172,16 +178,13 @@ class Comparing:
         """What the manifest says about plan, policies and scripts."""
         import dataclasses
 
-        s = self.stories[0]
         policies = {}
         for arm in self.arms:
             if arm.evicts and arm.name not in policies:
                 fields = {f.name: getattr(arm.policy, f.name) for f in dataclasses.fields(arm.policy)}
-                policies[arm.name] = {"fields": fields, "sha256": registry.source_hash("policy", arm.name.split("(")[0]), **getattr(arm.policy, "facts", {})}
+                policies[arm.name] = {"fields": fields, "sha256": registry.source_hash("policy", arm.name.split("(")[0].strip()), **getattr(arm.policy, "facts", {})}
         return {"plan": {"keep": self.plan.keep, "buffer": self.plan.buffer, "fires_at": self.plan.fires_at}, "policies": policies,
-                "script": {"tokens": len(s.ids), "prompt": s.prompt, "spans": {k: list(v) for k, v in s.spans.items()},
-                           "asks": {a.name: a.at for a in s.asks}, "hashes": {str(x.instance): _hash(x) for x in self.stories},
-                           "facts": {str(x.instance): x.facts for x in self.stories}}}
+                "eviction_seeds_used": sorted({eviction_seed(self.config.seed, arm.draw) for arm in self.arms}), "script": script_facts(self.stories)}
 
     def compute(self, batch: int, rows: Callable, tick: Callable[[int], object]):
         """Rows, keep log and the log's members of one batch."""
@@ -210,8 +213,6 @@ class Comparing:
 
     def pins(self, arm: Arm, story: Story) -> tuple:
         """Pins of one row."""
-        from .pins import PromptPin
-
         return (PromptPin(),) if arm.protect else ()
 
     def run(self, arm: Arm, cut: range, stories: Sequence[Story], tick):
@@ -293,6 +294,13 @@ def answer_rows(story: Story, k: int, answer: Answer) -> list[dict]:
     base = dict(ask=answer.ask.name)
     return [base | dict(metric="logp", value=float(logp.sum()), unit="nats"), base | dict(metric="retrieved", value=float(top.all()), unit="fraction"),
             base | dict(metric="rounds", value=float(answer.rounds[k]), unit="rounds")]
+
+
+def script_facts(stories: Sequence[Story]) -> dict:
+    """What the manifest says about some stories."""
+    s = stories[0]
+    return {"tokens": len(s.ids), "prompt": s.prompt, "spans": {k: list(v) for k, v in s.spans.items()}, "asks": {a.name: a.at for a in s.asks},
+            "hashes": {str(x.instance): _hash(x) for x in stories}, "facts": {str(x.instance): x.facts for x in stories}}
 
 
 def _hash(story: Story) -> str:

@@ -39,7 +39,7 @@ def write(filler: Filler, head: np.ndarray, marks: Sequence[Mark], length: int, 
 
 def asked_after(plan: Plan, rounds: int, query: int) -> int:
     """Tokens to feed before a query of `query` tokens, so that `rounds` rounds have fired before the value behind it."""
-    return plan.fires_at + (rounds - 1) * plan.buffer + plan.buffer // 2 - query
+    return plan.fires_at + (rounds - 1) * plan.buffer + max(1, plan.buffer // 2) - query  # a round is felt one token after it fires
 
 
 def first_candidates(plan: Plan) -> int:

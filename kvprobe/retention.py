@@ -43,13 +43,13 @@ def coverage(log: KeepLog, row: int, only: Sequence[int] | None = None) -> Cover
 
 
 def _slots(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """[l]: share of slot indices that some head keeps; before, after bool [l hkv p]. Shorter heads have empty last slots."""
-    width = int(before.sum(-1).max())
+    """[l]: share of slot indices that some head keeps; before, after bool [l hkv p]. Slots of a layer: as many as its fullest head has; shorter heads have empty last slots."""
+    width = before.sum(-1).max(1)
     index = before.cumsum(-1) - 1
-    out = np.zeros((before.shape[0], width), dtype=bool)
+    out = np.zeros((before.shape[0], width.max()), dtype=bool)
     layer, _, _ = np.nonzero(after)
     out[layer, index[after]] = True
-    return out.mean(-1)
+    return out.sum(-1) / width
 
 
 def _rounds(log: KeepLog, row: int, buffer: bool, only: Sequence[int] | None = None):

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvprobe import metrics, needles, planting, stats
 from kvprobe.arms import Arm, make, split
-from kvprobe.comparing import COMMON, Ask, Comparing, Story, answer_rows
+from kvprobe.comparing import COMMON, Ask, Comparing, Story, answer_rows, script_facts
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,6 +130,9 @@ class Session(Comparing):
         if self.stories is not self.by_factor[arm.factor]:
             self.stories, self._prefix = self.by_factor[arm.factor], None
         return super().compute(batch, rows, tick)
+
+    def facts(self) -> dict:
+        return super().facts() | {"factors": {factor: script_facts(stories) for factor, stories in self.by_factor.items()}}
 
     def base(self, arm: Arm, story: Story) -> dict:
         return super().base(arm, story) | dict(factor=arm.factor, end=arm.end)

@@ -58,6 +58,8 @@ def start(config: CONFIG, model) -> Session:
     filler, head = needles.Filler(config.filler, model.tokenizer), needles.stub(model.tokenizer)
     if config.prompt <= len(head):
         raise ValueError(f"prompt={config.prompt} must be longer than the stub of {len(head)} tokens")
+    if config.protection == "with" and config.keep < len(head) + SPAN:
+        raise ValueError(f"keep={config.keep} cannot hold the protected stub of {len(head)} tokens and a pinned range of {SPAN}")
     texts = [filler.passage(config.prompt - len(head), (), np.random.default_rng([config.seed, 11, i])) for i in range(config.instances)]
     blank = np.zeros(config.new, dtype=np.int64)  # written by the first stage
     return Session(config, model, [Story(i, np.concatenate([head, text, blank]), len(head)) for i, text in enumerate(texts)])
@@ -178,8 +180,8 @@ class Session(Comparing):
         wrong = rows[(rows.stage == FORK) & (rows.metric == "logp")].merge(rows[(rows.stage == FORK) & (rows.metric == "logp_full")], on=["policy", "draw", "instance"])
         told = float((wrong.value_y - wrong.value_x).min()) if len(wrong) else 0.0
         early = rows[(rows.metric == "fork")].value.min()
-        check = Check("nothing forks before a round can matter", bool(np.isnan(early) or self.config.prompt + early >= self.plan.fires_at), f"earliest fork {early:.0f} tokens after the prompt of {self.config.prompt}",
-                      f"prompt + fork >= {self.plan.fires_at}")
+        check = Check("nothing forks before a round can matter", bool(np.isnan(early) or self.config.prompt + early > self.plan.fires_at), f"earliest fork {early:.0f} tokens after the prompt of {self.config.prompt}",
+                      f"prompt + fork > {self.plan.fires_at}")
         return Report(title, table, table.to_string(index=False), [check], {"title": title, "least_drop_at_fork": told})
 
 
