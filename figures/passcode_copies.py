@@ -33,9 +33,9 @@ def draw(table: pd.DataFrame, manifest: dict):
         image = ax.imshow(grid.to_numpy(), vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower", extent=(-0.5, grid.shape[1] - 0.5, -0.5, grid.shape[0] - 0.5))
         ax.set_title(f"{arm}\n{grid.to_numpy().mean():.2f}", fontsize=7.5)
         ax.grid(False)
-        ax.set_xticks(range(grid.shape[1]), grid.columns)
+        ax.set_xticks(range(grid.shape[1]), [int(h) for h in grid.columns])
         shown = range(0, grid.shape[0], max(1, grid.shape[0] // 6))
-        ax.set_yticks(list(shown), [grid.index[i] for i in shown])
+        ax.set_yticks(list(shown), [int(grid.index[i]) for i in shown])
     for ax in cells[len(arms):]:
         ax.set_visible(False)
     for row in axes:

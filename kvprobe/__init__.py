@@ -22,8 +22,8 @@ _WHERE = {
     "generate": "generation", "evicting": "generation", "Generation": "generation",
     "available": "registry",
     "capture": "inside.look", "estimate": "inside.look", "Capture": "inside.capture", "head_weights": "inside.sites", "list_sites": "inside.sites",
-    "intervene": "inside.intervene", "head_masks": "inside.intervene", "pin": "inside.intervene", "ablate": "inside.intervene",
-    "transplant": "inside.intervene", "compare": "inside.intervene", "kv_head": "inside.intervene",
+    "intervene": "inside.intervene", "head_masks": "inside.edits", "pin": "inside.edits", "ablate": "inside.edits",
+    "transplant": "inside.edits", "compare": "inside.intervene", "kv_head": "inside.intervene",
 }
 _MODULES = ("stats",)  # submodules that are public as they are
 __all__ = ["__version__", *_MODULES, *sorted(_WHERE)]

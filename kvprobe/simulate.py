@@ -192,7 +192,7 @@ def draw(rows: list[dict], settings: Settings):
         x = [r["rounds"] for r in some]
         ax.plot(x, [max(r["value"], 1e-6) for r in some], "o", color=color, label=f"{metric.split(', ')[1]}, simulated")
         ax.plot(x, [max(r["uniform"], 1e-6) for r in some], color=color, lw=1, ls="--", label=f"{metric.split(', ')[1]}, uniform draw, closed form")
-    ax.set(yscale="log", ylim=(1e-6, 1.5), xlabel="rounds as a candidate", ylabel="fraction of positions still held")
+    ax.set(yscale="log", ylim=(max(5e-7, 0.3 * min(max(r["value"], 1e-6) for r in rows if r["rounds"])), 1.5), xlabel="rounds as a candidate", ylabel="fraction of positions still held")
     ax.legend(fontsize=8)
     figure.suptitle(f"What {settings.policy} keeps", fontsize=11)
     plotting.footer(figure, f"no model: K = {settings.keep}, r = {settings.buffer}, {settings.layers} layers, {settings.heads} KV heads, {settings.tokens} tokens, {settings.pinned} of the prompt pinned; "
