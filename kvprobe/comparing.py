@@ -122,6 +122,10 @@ def eviction_seed(seed: int, draw: int) -> int:
     return seed + 1_000_003 * draw
 
 
+def _quiet(tokens: int) -> None:
+    """What arms share is in no batch's count."""
+
+
 class Comparing:
     """Base of a session. A probe gives stories and `rows_of`, and perhaps more arms, pins and `report`."""
 
@@ -170,9 +174,10 @@ class Comparing:
         return sum(len(cut) for _, cut in self.batches) * (len(g.kv_layers) * g.n_kv * n + 20_000) + 10_000_000
 
     def tokens(self, batch: int) -> int:
-        """Model tokens of a batch, for the progress bar."""
+        """Model tokens of a batch, for the progress bar; what arms share is not counted."""
         arm, cut = self.batches[batch]
-        return 0 if self.simulates(arm) else len(cut) * (len(self.stories[0].ids) + sum(len(a.query) + len(a.value) for a in self.stories[0].asks))
+        shared = 0 if hasattr(arm.policy, "observe") else self._shared_length(self.stories[0])
+        return 0 if self.simulates(arm) else len(cut) * (len(self.stories[0].ids) - shared + sum(len(a.query) + len(a.value) for a in self.stories[0].asks))
 
     def facts(self) -> dict:
         """What the manifest says about plan, policies and scripts."""
@@ -238,9 +243,7 @@ class Comparing:
             return cache
         if self._prefix is None or self._prefix[0] != cut:
             self._prefix = None  # frees the old one first
-            self._prefix = cut, self._shared(stories, ids, tick)
-        else:
-            tick(len(stories) * min(self._shared_length(stories[0]), ids.shape[1]))
+            self._prefix = cut, self._shared(stories, ids)
         plain = arm.policy if arm.evicts else registry.make_policy("random")
         return self._prefix[1].branch(1, row_pins=row_pins, plan=None if arm.evicts else NEVER, policy=plain, seed=seed)
 
@@ -253,12 +256,12 @@ class Comparing:
     def _shared_length(self, story: Story) -> int:
         return min([self.plan.fires_at - 1, *(a.at for a in story.asks)])
 
-    def _shared(self, stories, ids, tick):
+    def _shared(self, stories, ids):
         wants = [arm.policy.needs for arm in self.arms if arm.evicts and not hasattr(arm.policy, "observe")]
         window = max([self.plan.buffer if n.window == -1 else n.window for n in wants], default=0)
         cache = self._empty(Gather(Needs(window=window, attn_mass=any(n.attn_mass for n in wants))), stories, 0, None)
-        self._feed(cache, ids, stories[0].prompt, tick)
-        self._feed(cache, ids, self._shared_length(stories[0]), tick)
+        self._feed(cache, ids, stories[0].prompt, _quiet)
+        self._feed(cache, ids, self._shared_length(stories[0]), _quiet)
         return cache
 
     def _feed(self, cache, ids, stop: int, tick) -> None:

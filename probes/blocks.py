@@ -106,7 +106,7 @@ class Session(Comparing):
             return BlockArm(f"random(block={block})", make_policy("random", dict(block=block)), False, draw, keep, block, end)
 
         arms = [arm(keep, block, end, draw) for keep in config.numbers("keeps") for end, blocks in [("", config.numbers("blocks")), ("kept", (1,)), ("deleted", (1,))]
-                for block in blocks for draw in range(config.eviction_seeds)]
+                for block in blocks for draw in range(1 if end else config.eviction_seeds)]
         for keep in config.numbers("keeps"):
             self.plan = Plan(keep, config.buffer)
             super().__init__(config, model, stories, arms)
