@@ -15,14 +15,18 @@ class Rotary:
     """How one layer rotates queries and keys: dimensions (first[f], second[f]) turn by position * omega[f].
 
     omega [f] float64 [radians per position], 0 for dimensions that are not rotated (each is a pair with itself, whose
-    second part does not exist). scale: what the rotation multiplies lengths by (YaRN). layout: "half" or "interleaved".
+    second part does not exist). scale [f] float64: what the rotation multiplies lengths by (YaRN), 1 for dimensions that it
+    leaves alone. layout: "half" or "interleaved".
     """
 
     first: Tensor
     second: Tensor
     omega: Tensor
-    scale: float
+    scale: Tensor
     layout: str
+
+    def to(self, device: torch.device) -> Rotary:
+        return Rotary(self.first.to(device), self.second.to(device), self.omega.to(device), self.scale.to(device), self.layout)
 
     def pairs(self, x: Tensor) -> Tensor:
         """[... d] -> complex128 [... f]."""
@@ -46,14 +50,14 @@ class Rotary:
 @torch.no_grad()
 def read(model: Model, layer: int) -> Rotary:
     """The rotary embedding of a layer. Raises ValueError where angles depend on the text's length or no pair is found."""
-    from .inside.sites import _cos_sin, attention_modules, modeling, rotate
+    from .inside.sites import _cos_sin, _turn, attention_modules, rotate
 
-    d, config = model.geometry.d_head, model.model.config.get_text_config(decoder=True)
-    basis = torch.eye(d, dtype=model.model.dtype, device=model.device)[None, None]
-    turned = rotate(model, layer, basis, 1)[0, 0].double().cpu()  # refuses what depends on the length
-    layer_keys = basis.reshape(1, 1, d, d)
-    cos, sin = _cos_sin(model.model, config, layer, layer_keys, torch.zeros(1, d, dtype=torch.int64, device=model.device))
-    scale = float((cos.double() ** 2 + sin.double() ** 2).sqrt().mean())
+    attention = model.model.get_submodule(attention_modules(model.model)[layer])
+    d, config = getattr(attention, "head_dim", model.geometry.d_head), model.model.config.get_text_config(decoder=True)
+    basis = torch.eye(d, dtype=torch.float64, device=model.device)[None, None]  # in half precision no frequency could be told
+    turned = rotate(model, layer, basis, 1)[0, 0].cpu()  # refuses what depends on the length
+    still = _cos_sin(model.model, config, layer, basis, torch.zeros(1, d, dtype=torch.int64, device=model.device))
+    lengths = _turn(attention, basis, *still)[0, 0].diagonal().cpu()
     first, second, angle = [], [], []
     for a in range(d):
         others = [j for j in turned[a].abs().argsort(descending=True).tolist()[:2] if j != a and abs(float(turned[a, j])) > 1e-12]
@@ -67,7 +71,7 @@ def read(model: Model, layer: int) -> Rotary:
         raise ValueError(f"layer {layer} of {model.name}: the rotary embedding does not turn dimensions in pairs")
     layout = "interleaved" if all(b == a + 1 for a, b in rotated) and len(rotated) > 1 else "half"
     omega = _exact(model, torch.tensor(angle, dtype=torch.float64))
-    return Rotary(torch.tensor(first), torch.tensor(second), omega, scale, layout)
+    return Rotary(torch.tensor(first), torch.tensor(second), omega, lengths[first], layout)
 
 
 def _exact(model: Model, angle: Tensor) -> Tensor:

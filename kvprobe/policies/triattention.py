@@ -66,13 +66,14 @@ class POLICY:
         table, keys = self._tables.of(view.layer, view.keys.device), view.keys.to(wide(view.keys.dtype))
         delta = 2 ** torch.arange(self.offsets, device=keys.device)
         ahead = table.rotary.phase((view.now - 1)[:, None] + delta).mean(1)  # [b f], before any float32
-        centre = table.rotary.dimensions(table.mean * ahead[:, None, :], keys.shape[-1]).to(keys.dtype)  # [b hq d]
-        spare = (table.norm - table.mean.abs()).to(keys.dtype)  # [hq f]
+        # cached keys hold one factor of the rotation's scale, queries would bring the other
+        centre = table.rotary.dimensions(table.mean * table.rotary.scale * ahead[:, None, :], keys.shape[-1]).to(keys.dtype)  # [b hq d]
+        spare = (table.rotary.scale * (table.norm - table.mean.abs())).to(keys.dtype)  # [hq f]
         length = table.rotary.pairs(keys).abs().to(keys.dtype)  # [b hkv c f]
         hkv = keys.shape[1]
         first = torch.einsum("bhgd,bhcd->bhgc", centre.unflatten(1, (hkv, -1)), keys)
         second = torch.einsum("hgf,bhcf->bhgc", spare.unflatten(0, (hkv, -1)), length)
-        return table.rotary.scale * (first + second)
+        return first + second
 
 
 calibrate = calibration.from_filler
