@@ -8,9 +8,11 @@ import torch
 from transformers import LlamaConfig
 
 import kvprobe
+from kvprobe import draws
 from kvprobe.attention_function import ATTENTION, attention_forward, register
 from kvprobe.eviction_cache import EvictionCache
 from kvprobe.registry import make_policy
+from kvprobe.types import CacheView
 
 
 def geometry(layers: int = 1, heads: int = 2, group: int = 1, d: int = 2) -> kvprobe.Geometry:
@@ -55,3 +57,20 @@ def walk(cache: EvictionCache, total: int, batch: int = 1, longest: int = 10**9)
 def held(cache: EvictionCache, layer: int = 0, row: int = 0, head: int = 0) -> list[int]:
     """The positions a head holds."""
     return [p for p in cache.positions[layer, row, head].tolist() if p >= 0]
+
+
+def view(keys: torch.Tensor, values: torch.Tensor | None = None, *, positions=None, queries=None, query_positions=None, layer: int = 0, keep: int = 1,
+         buffer: int = 0, now=None, number: int = 0, seed: int = 0, instances=None, pinned=None, columns=None) -> CacheView:
+    """What a policy would be shown of keys [b hkv c d] at positions [b hkv c] (0, 1, ... by default); queries [b hq w d]
+    are the newest ones. Draws are those of the toolkit."""
+    b, h, c, _ = keys.shape
+    positions = torch.arange(c).expand(b, h, c) if positions is None else positions
+    now = torch.full((b,), int(positions.max()) + 1) if now is None else torch.as_tensor(now)
+    if queries is not None and query_positions is None:
+        query_positions = now[:, None] - torch.arange(queries.shape[2], 0, -1)
+    instance = torch.arange(b) if instances is None else torch.as_tensor(instances)
+    parts = instance[:, None], torch.full((), layer), torch.arange(h)[None], torch.full((), number)
+    return CacheView(layer=layer, positions=positions, keys=keys, values=keys if values is None else values, now=now, round=torch.full((b,), number),
+                     keep=keep, buffer=buffer, scaling=1.0, queries=queries, query_positions=query_positions, columns=columns or {},
+                     rand=lambda: draws.uniform(draws.key(seed, *parts)[..., None], positions),
+                     banned=lambda start, stop: torch.zeros(b, h, c), pinned=pinned)
