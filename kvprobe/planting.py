@@ -13,28 +13,28 @@ from .types import Plan
 
 @dataclass(frozen=True)
 class Mark:
-    """Token ids to be put at position `start` of the text; the room behind them is filler."""
+    """Token ids to be put at position `start` of the text; the room behind them is filler. over: they replace filler, so that
+    all other tokens are those of the text without them; otherwise the filler goes on behind them."""
 
     name: str
     start: int
     ids: np.ndarray
+    over: bool = False
 
 
 def write(filler: Filler, head: np.ndarray, marks: Sequence[Mark], length: int, forbidden: Sequence[str], rng: np.random.Generator) -> tuple[np.ndarray, dict]:
     """ids [length]: head, then filler with the marks in it, and the spans of the marks. Raises ValueError for marks that overlap or do not fit."""
-    at, gaps, spans = len(head), [], {}
+    at, spans, ids, open_ = len(head), {}, np.zeros(length, dtype=np.int64), np.ones(length, dtype=bool)
     for mark in sorted(marks, key=lambda m: m.start):
-        if mark.start < at or mark.start + len(mark.ids) > length:
+        stop = mark.start + len(mark.ids)
+        if mark.start < at or stop > length:
             raise ValueError(f"{mark.name} at {mark.start}, {len(mark.ids)} tokens long, does not fit between {at} and {length}")
-        gaps.append(mark.start - at)
-        at = mark.start + len(mark.ids)
-        spans[mark.name] = (mark.start, at)
-    gaps.append(length - at)
-    pieces = iter(np.split(filler.passage(sum(gaps), forbidden, rng), np.cumsum(gaps)[:-1]))
-    parts = [head, next(pieces)]
-    for mark in sorted(marks, key=lambda m: m.start):
-        parts += [mark.ids, next(pieces)]
-    return np.concatenate(parts), spans
+        spans[mark.name], at, open_[mark.start : stop] = (mark.start, stop), stop, mark.over
+    ids[: len(head)], open_[: len(head)] = head, False
+    ids[open_] = filler.passage(int(open_.sum()), forbidden, rng)
+    for mark in marks:
+        ids[slice(*spans[mark.name])] = mark.ids
+    return ids, spans
 
 
 def asked_after(plan: Plan, rounds: int, query: int) -> int:

@@ -79,7 +79,7 @@ def stories(config: CONFIG, tokenizer, factor: str) -> list[Story]:
         said = [needles.FACT] + {"once": [], "verbatim": [needles.FACT], "derived": [DERIVED]}[factor]
         boxes = [_filled(filler, needles.encode(tokenizer, text.format(var=var, value=value)), config.box, (var, value), False, np.random.default_rng([config.seed, 7, i, k]))
                  for k, text in enumerate(said)]
-        marks = [planting.Mark(f"box{k}", first + k * config.apart, ids) for k, ids in enumerate(boxes)]
+        marks = [planting.Mark(f"box{k}", first + k * config.apart, ids, over=k > 0) for k, ids in enumerate(boxes)]
         if marks[-1].start + config.box > planting.first_candidates(plan):
             raise ValueError(f"a statement ends at {marks[-1].start + config.box}: only positions below {planting.first_candidates(plan)} are candidates from the first round on")
         asked, answer = needles.locate(tokenizer, needles.QUERY.format(var=var) + value, value)
