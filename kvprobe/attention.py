@@ -42,19 +42,21 @@ def folded(visible: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=visible.device).where(visible, -torch.inf).expand(-1, -1, n, -1).repeat(1, 1, group, 1)
 
 
-def weights(query: Tensor, keys: Tensor, visible: Tensor, scaling: float, merge: str | None = None) -> Tensor:
+def weights(query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float, merge: str | None = None) -> Tensor:
     """Attention weights [b hkv g n s] in float32 or the model's wider dtype.
 
-    visible: bool, broadcastable to [b hkv n s]. A query that sees nothing gets zeros, not nan. merge="max" takes the
-    largest raw logit of the group before the softmax: [b hkv 1 n s].
+    visible: bool, broadcastable to [b hkv n s], or None for all. A query that sees nothing gets zeros, not nan. merge="max"
+    takes the largest raw logit of the group before the softmax: [b hkv 1 n s].
     """
     dtype = wide(query.dtype)
-    logits = torch.einsum("bhgnd,bhsd->bhgns", grouped(query, keys.shape[1]).to(dtype), keys.to(dtype)) * scaling
+    asking = grouped(query, keys.shape[1]).to(dtype) * scaling
+    logits = (asking.flatten(2, 3) @ keys.to(dtype).transpose(-1, -2)).unflatten(2, asking.shape[2:4])
     logits = logits.amax(2, keepdim=True) if merge == "max" else logits
-    logits = logits.masked_fill(~visible.unsqueeze(2), -torch.inf)
-    top = logits.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
-    exp = (logits - top).exp()
-    return exp / exp.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+    if visible is None:
+        return logits.softmax(-1)
+    blind = ~visible.any(-1)[:, :, None, :, None]
+    a = logits.masked_fill(~visible.unsqueeze(2), -torch.inf).softmax(-1)
+    return a.masked_fill(blind, 0.0) if bool(blind.any()) else a
 
 
 def blocks(query: Tensor, keys: Tensor, visible: Tensor, scaling: float):
@@ -81,9 +83,15 @@ def window_attention(query: Tensor, query_positions: Tensor, keys: Tensor, posit
     query [b hq w d] at query_positions [b w] (negative: padding, gets zeros); positions [b hkv c] (negative: no entry).
     A query sees candidates up to its own position.
     """
+    return weights(query, keys, window_visible(query_positions, positions), scaling, merge)
+
+
+def window_visible(query_positions: Tensor, positions: Tensor) -> Tensor | None:
+    """bool [b hkv w c]: the candidates that each query of a window sees; None when it is all of them, as in a round of rows of one length."""
+    if bool(((positions >= 0) & (positions <= query_positions.amin(-1)[:, None, None])).all()):
+        return None
     p = positions[:, :, None, :]
-    visible = (p >= 0) & (p <= query_positions[:, None, :, None])
-    return weights(query, keys, visible, scaling, merge)
+    return (p >= 0) & (p <= query_positions[:, None, :, None])
 
 
 def mean_over_queries(attention: Tensor, query_positions: Tensor) -> Tensor:

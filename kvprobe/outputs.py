@@ -19,14 +19,16 @@ def window_blocks(view: CacheView) -> Iterator[tuple[Tensor, Tensor]]:
     """
     dtype = wide(view.queries.dtype)
     queries, keys = attention.grouped(view.queries, view.keys.shape[1]).to(dtype), view.keys.to(dtype).transpose(-1, -2)
-    p = view.positions[:, :, None, :]
-    visible = (p >= 0) & (p <= view.query_positions[:, None, :, None])
-    group, window, c = *queries.shape[2:4], p.shape[-1]
+    group, window, c = *queries.shape[2:4], keys.shape[-1]
+    visible = attention.window_visible(view.query_positions, view.positions)
     block = max(1, attention.BLOCK_BYTES // (8 * queries[..., 0, 0].numel() * c))
     for i in range(0, window, block):
         z = (queries[:, :, :, i : i + block].flatten(2, 3) @ keys).double() * view.scaling
+        if visible is None:
+            yield z.softmax(-1), z
+            continue
         seen = visible[:, :, i : i + block].repeat(1, 1, group, 1)
-        yield z.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0), z
+        yield z.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0), z
 
 
 def distances(a: Tensor, b: Tensor) -> Tensor:

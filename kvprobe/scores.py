@@ -8,7 +8,7 @@ from torch import Tensor
 from . import attention
 from .types import CacheView, wide
 
-TILE = 256
+TILE = 128
 """Columns of a similarity matrix made at a time [entries]."""
 
 
@@ -49,12 +49,12 @@ def spared_cosine(view: CacheView, threshold: float) -> Tensor:
     """[b hkv c]: mean cosine with the others, where each entry spares the newest one that resembles it (R-KV's release).
 
     Entry i does not count against the last j with cos(i, j) > threshold; where there is none, not against the first entry.
-    Tiles of columns from the newest back, and entries that have found their j are left alone: never candidate x candidate.
+    Tiles from the newest back, and entries that have found their j are left alone: never candidate x candidate.
     """
     unit, real = unit_keys(view), view.real
     b, h, c, d = unit.shape
     flat = unit.reshape(b * h, c, d)
-    spares = _last_alike(flat, threshold)
+    spares = _last_alike(flat, real.view(b * h, c), threshold)
     first = real.to(torch.int8).argmax(-1).view(b * h, 1).expand(-1, c)
     spares = torch.where(spares < 0, first, spares)
     cosine = (flat * flat.gather(1, spares[..., None].expand(-1, -1, d))).sum(-1)
@@ -64,20 +64,46 @@ def spared_cosine(view: CacheView, threshold: float) -> Tensor:
     return total.view(b, h, c) / real.sum(-1, keepdim=True)
 
 
-def _last_alike(flat: Tensor, threshold: float) -> Tensor:
-    """[r c]: per entry of flat [r c d] the last other entry whose cosine exceeds the threshold, -1 where there is none."""
-    rows, c, _ = flat.shape
-    found = torch.full((rows, c), -1, dtype=torch.int64, device=flat.device)
-    for r in range(rows):
-        open_ = torch.arange(c, device=flat.device)  # entries that have found none yet
-        for stop in range(c, 0, -TILE):
-            start = max(0, stop - TILE)
-            columns = torch.arange(start, stop, device=flat.device)
-            alike = flat[r, open_] @ flat[r, start:stop].T > threshold
-            alike &= open_[:, None] != columns
-            last = torch.where(alike, columns, -1).amax(-1)
-            found[r, open_] = last
-            open_ = open_[last < 0]
-            if not len(open_):
-                break
+def _last_alike(flat: Tensor, real: Tensor, threshold: float) -> Tensor:
+    """[r c]: per entry of flat [r c d] the last other real entry whose cosine exceeds the threshold, -1 where there is none."""
+    found = torch.full(flat.shape[:2], -1, dtype=torch.int64, device=flat.device)
+    for unit, entry, into in zip(flat, real, found):
+        slots = entry.nonzero().squeeze(-1)  # an empty slot's cosine of 0 may exceed the threshold
+        unit, last = unit[slots], torch.full_like(slots, -1)
+        for stop in range(len(slots), 0, -TILE):
+            _look_in(unit, last, max(0, stop - TILE), stop, threshold)
+        into[slots] = torch.where(last < 0, -1, slots[last])
     return found
+
+
+def _look_in(unit: Tensor, last: Tensor, start: int, stop: int, threshold: float) -> None:
+    """Find in the tile start..stop what older entries resemble, then for the tile's own entries in the tile and before it.
+
+    Newer tiles come first, so that whoever has found one is done. While most older ones have not, one product serves both ways.
+    """
+    tile, mine = unit[start:stop], last[start:stop]
+    older = (last[:start] < 0).nonzero().squeeze(-1)
+    most = 2 * len(older) >= start
+    cosine = (unit[:start] if most else unit[older]) @ tile.T
+    found = last[:start] if most else last[older]
+    _note(found, cosine, threshold, start)
+    if not most:
+        last[older] = found
+    _note(mine, (tile @ tile.T).fill_diagonal_(-torch.inf), threshold, start)
+    if most:
+        _note(mine, cosine.T, threshold, 0)
+        return
+    open_ = (mine < 0).nonzero().squeeze(-1)
+    found = mine[open_]
+    _note(found, tile[open_] @ unit[:start].T, threshold, 0)
+    mine[open_] = found
+
+
+def _note(last: Tensor, cosine: Tensor, threshold: float, first: int) -> None:
+    """Where nothing was found yet, write into last [n] the last column of cosine [n m], counted from `first`, above the threshold."""
+    if not cosine.numel():
+        return
+    some = ((last < 0) & (cosine.amax(-1) > threshold)).nonzero().squeeze(-1)  # to rule a row out is cheaper than to search it
+    if len(some):
+        columns = torch.arange(first, first + cosine.shape[-1], device=cosine.device)
+        last[some] = torch.where(cosine[some] > threshold, columns, -1).amax(-1)
