@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tiny
+from kvprobe import calibration
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,6 +21,15 @@ def one_thread():
 def llama():
     """A pair (kvprobe Model, stock twin with the same weights): 2 layers, 4 query heads, 2 KV heads, float64."""
     return tiny.pair("llama")
+
+
+@pytest.fixture(scope="session")
+def calibrated(llama, tmp_path_factory):
+    """Options by policy that let it run on `llama`, which has no tokenizer to calibrate with on text."""
+    path = tmp_path_factory.mktemp("calibrated") / "triattention.safetensors"
+    ids = torch.randint(0, tiny.VOCABULARY, (200,), generator=torch.Generator().manual_seed(11))
+    calibration.save(calibration.make(llama[0], ids, "random ids"), path)
+    return {"triattention": dict(statistics=str(path))}
 
 
 @pytest.fixture(scope="session")

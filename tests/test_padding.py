@@ -36,15 +36,16 @@ def run(model, cache, text, mask, steps, pad: int = 0):
 
 @pytest.mark.parametrize("prefill", [15, 30])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_padded_batch_is_its_single_runs(llama, ids, name, prefill):
+def test_a_padded_batch_is_its_single_runs(llama, ids, calibrated, name, prefill):
     """D01, D02: logits on real positions, keep-sets and logs; a prefill below and one above a round, then decoding."""
     model, _ = llama
     text, mask = padded(ids[:, :40])
-    batch = kvprobe.cache(model, policy=name, keep=KEEP, buffer=BUFFER, instances=[4, 5, 6])
+    options = calibrated.get(name, {})
+    batch = kvprobe.cache(model, policy=name, keep=KEEP, buffer=BUFFER, instances=[4, 5, 6], **options)
     steps = [(0, prefill)] + [(t, t + 1) for t in range(prefill, 40)]
     got = run(model, batch, text, mask, steps)
     for b, pad in enumerate(PADS):
-        single = kvprobe.cache(model, policy=name, keep=KEEP, buffer=BUFFER, instances=[4 + b])
+        single = kvprobe.cache(model, policy=name, keep=KEEP, buffer=BUFFER, instances=[4 + b], **options)
         want = run(model, single, text[b : b + 1], mask[b : b + 1], steps, pad)
         assert float((got[b, pad:] - want[0]).abs().max()) < ATOL
         assert of_row(batch, b) == of_row(single, 0)
@@ -242,7 +243,7 @@ def test_other_masks_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["random", "snapkv", "h2o"])
+@pytest.mark.parametrize("name", ["random", "snapkv", "h2o", "rkv_released", "vase"])
 def test_half_precision_stays_finite(llama, ids, name, dtype):
     """F01, F02: ragged heads and rows, 20 decode steps; random draws keep the same sets as in float64."""
     model, _ = tiny.pair("llama", dtype)

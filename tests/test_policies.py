@@ -17,7 +17,7 @@ from sidebyside import feed, walk
 KEEP, BUFFER = 10, 4
 POLICIES = sorted(kvprobe.available("policy"))
 SCHEDULES = {"rounds": dict(keep=KEEP, buffer=BUFFER), "prompt_end": dict(keep=KEEP, schedule="prompt_end")}
-WINDOW = {"snapkv": dict(window=4), "caote": dict(window=4), "obcache": dict(window=4)}  # at prompt end there is no buffer whose queries could vote
+WINDOW = {name: dict(window=4) for name in POLICIES if make_policy(name).needs.window == -1}  # at prompt end there is no buffer whose queries could vote
 
 
 class Spy:
@@ -25,6 +25,10 @@ class Spy:
 
     def __init__(self, inner):
         self.inner, self.needs, self.scores = inner, inner.needs, []
+
+    def bind(self, model):
+        self.inner = make_policy(self.inner, None, model)
+        return self
 
     def __getattr__(self, name):  # what only some policies have, such as `observe`
         return getattr(self.inner, name)
@@ -40,8 +44,9 @@ class Spy:
         return first
 
 
-def made(name: str, schedule: str):
-    return make_policy(name, WINDOW.get(name) if schedule == "prompt_end" else None)
+def made(name: str, schedule: str, options: dict):
+    """A policy with what it needs to run; options by policy."""
+    return make_policy(name, options.get(name, {}) | (WINDOW.get(name, {}) if schedule == "prompt_end" else {}))
 
 
 def test_the_policies_are_found():
@@ -51,10 +56,10 @@ def test_the_policies_are_found():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", POLICIES)
-def test_contract(llama, ids, name, schedule):
+def test_contract(llama, ids, calibrated, name, schedule):
     """Shape, finite, repeatable, inputs unchanged; budgets, order and monotony of what it leads to."""
     model, _ = llama
-    spy = Spy(made(name, schedule))
+    spy = Spy(made(name, schedule, calibrated))
     cache = kvprobe.cache(model, policy=spy, **SCHEDULES[schedule])
     held = {}
     feed(model, cache, ids[:, :16])
@@ -69,12 +74,12 @@ def test_contract(llama, ids, name, schedule):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_row_ignores_its_neighbours(llama, ids, name, schedule):
+def test_a_row_ignores_its_neighbours(llama, ids, calibrated, name, schedule):
     model, _ = llama
     rows = {0: 5, 1: 9, 2: 2}  # row of ids -> instance
 
     def kept(order):
-        cache = kvprobe.cache(model, policy=made(name, schedule), instances=[rows[i] for i in order], **SCHEDULES[schedule])
+        cache = kvprobe.cache(model, policy=made(name, schedule, calibrated), instances=[rows[i] for i in order], **SCHEDULES[schedule])
         for part in (ids[order, :18], ids[order, 18:20], ids[order, 20:22], ids[order, 22:26]):
             feed(model, cache, part)
         found = cache_sets(cache)

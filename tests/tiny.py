@@ -26,6 +26,8 @@ KINDS = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", SLIDING | dict(query_pre_attn_scalar=8)),
     "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", LINEAR),
     "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", SHARED),
+    "cohere": ("CohereConfig", "CohereForCausalLM", {}),
+    "glm": ("GlmConfig", "GlmForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", dict(num_local_experts=2, num_experts_per_tok=1)),
 }
