@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 FACT = "\nIMPORTANT: the passcode is {value}. Remember it.\n"
 QUERY = "\nWhat was the passcode again? The passcode is "
+CONTROL = "\nLet {var} = {value}.\nWait — I need the stored constant now. {var} = "
+CONTROLLED = ", control"
+"""Ending of the asks whose fact is stated right before it is asked for: a policy that fails there has broken the model, not forgotten."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def stories(config: CONFIG, tokenizer) -> list[Story]:
     """Stub, filler, the passcode, filler up to the last question."""
     filler, head = needles.Filler(config.filler, tokenizer), needles.stub(tokenizer)
     out = []
+    others = planting.values(config.seed, 13, config.instances)
     for i, value in enumerate(planting.values(config.seed, 3, config.instances)):
         fact, inside = needles.locate(tokenizer, FACT.format(value=value), value)
         asked, answer = needles.locate(tokenizer, QUERY + value, value)
@@ -59,12 +63,14 @@ def stories(config: CONFIG, tokenizer) -> list[Story]:
         if begin + len(fact) > planting.first_candidates(config.plan):
             raise ValueError(f"the passcode ends at position {begin + len(fact)}: only positions below {planting.first_candidates(config.plan)} are candidates from the first round on")
         asks = tuple(Ask(f"{n} rounds", planting.asked_after(config.plan, n, len(query)), query, target) for n in planting.rounds_of(config.rounds))
+        fresh, begins = needles.locate(tokenizer, CONTROL.format(var=needles.VARIABLES[0], value=others[i]), others[i])
+        controls = tuple(Ask(f"{a.name}{CONTROLLED}", a.at, fresh[: begins[0]], fresh[begins[0] :]) for a in asks)
         if asks[0].at < begin + len(fact):
             raise ValueError(f"the first question comes after {asks[0].at} tokens, before the passcode has ended at {begin + len(fact)}: ask later, or plant earlier")
         rng = np.random.default_rng([config.seed, 4, i])
         ids, spans = planting.write(filler, head, [planting.Mark("fact", begin, fact)], asks[-1].at, [value, "passcode"], rng)
         spans["value"] = begin + inside[0], begin + inside[1]
-        out.append(Story(i, ids, len(head), asks, spans, f"passcode {value}"))
+        out.append(Story(i, ids, len(head), asks + controls, spans, f"passcode {value}, control {others[i]}"))
     return out
 
 
@@ -72,7 +78,13 @@ class Session(Comparing):
     """Every policy keeps what it likes: no pins but a protected prompt where asked."""
 
     def rows_of(self, arm: Arm, story: Story, k: int, log, answers) -> list[dict]:
-        return [row for answer in answers for row in answer_rows(story, k, answer) + self._copies(arm, story, k, answer)]
+        out = []
+        for answer in answers:
+            if answer.ask.name.endswith(CONTROLLED):
+                out.append(dict(ask=answer.ask.name.removesuffix(CONTROLLED), metric="control_retrieved", value=float(answer.top[k].all()), unit="fraction"))
+            else:
+                out += answer_rows(story, k, answer) + self._copies(arm, story, k, answer)
+        return out
 
     def _copies(self, arm: Arm, story: Story, k: int, answer) -> list[dict]:
         """Share of the value's tokens that each site still holds when the value is asked for."""
@@ -87,11 +99,12 @@ class Session(Comparing):
         from kvprobe.runner import Check, Report
 
         table = report_table(rows, folder.manifest)
-        s, names = self.stories[0], {a.name: a for a in self.stories[0].asks}
+        s, names = self.stories[0], {a.name: a for a in self.stories[0].asks if not a.name.endswith(CONTROLLED)}
+        last = list(names.values())[-1]
         got = rows[(rows.metric == "rounds") & (rows.policy != FULL)].groupby("ask").value.unique()
         told = {name: sorted(int(x) for x in got[name]) for name in names}
-        title = f"passcode, {self.model.name}, K={self.plan.keep}, r={self.plan.buffer}, asked {s.asks[-1].at + len(s.asks[-1].query) - s.spans['value'][0]} tokens after it at last, n={len(self.stories)}"
-        full = stats.mean(_cell(rows, FULL, "retrieved", s.asks[-1].name), self.config.seed)
+        title = f"passcode, {self.model.name}, K={self.plan.keep}, r={self.plan.buffer}, asked {last.at + len(last.query) - s.spans['value'][0]} tokens after it at last, n={len(self.stories)}"
+        full = stats.mean(_cell(rows, FULL, "retrieved", last.name), self.config.seed)
         checks = [Check("rounds before the value, counted from the keep log, are those asked for", all(told[n] == [int(n.split()[0])] for n in names), str(told), ", ".join(names)),
                   Check("the full cache retrieves the passcode", full.value >= 0.8 if self.config.model != "tiny" else None, f"{full.text()} of n={full.n}", ">= 0.80")]
         return Report(title, table, table.to_string(index=False), checks, {"title": title, "rounds_before_value": told})
@@ -103,10 +116,10 @@ def _cell(rows: pd.DataFrame, policy: str, metric: str, ask: str) -> np.ndarray:
 
 
 def frame(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
-    """One row per arm, instance, draw and ask, with columns retrieved, logp and copies (mean over sites of value_held)."""
+    """One row per arm, instance, draw and ask, with columns retrieved, logp, control_retrieved and copies (mean over sites of value_held)."""
     keys = ["arm", "policy", "protect", "instance", "draw", "ask"]
     rows = rows.assign(arm=[p + (" + prompt" if q else "") for p, q in zip(rows.policy, rows.protect)])
-    wide = rows[rows.metric.isin(["retrieved", "logp"])].pivot_table(index=keys, columns="metric", values="value", sort=False)
+    wide = rows[rows.metric.isin(["retrieved", "logp", "control_retrieved"])].pivot_table(index=keys, columns="metric", values="value", sort=False)
     held = rows[rows.metric == "value_held"].groupby(keys, sort=False).value.mean()
     return wide.assign(copies=held.reindex(wide.index)).reset_index()
 
@@ -125,9 +138,9 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
     found, seed, lines = frame(rows, manifest), manifest["settings"]["seed"], []
     for (arm, ask), part in found.groupby(["arm", "ask"], sort=False):
-        by = part.groupby("instance")[["retrieved", "logp", "copies"]].mean()
+        by = part.groupby("instance")[["retrieved", "logp", "copies", "control_retrieved"]].mean()
         spread = part.groupby("draw").logp.mean()
         lines.append({"policy": arm, "asked after": ask, "n": len(by), "retrieval [95 %]": stats.mean(by.retrieved.to_numpy(), seed).text(),
                       "mean log p, nats [95 %]": stats.mean(by.logp.to_numpy(), seed).text(), "copies of the value": "-" if by.copies.isna().all() else f"{by.copies.mean():.3f}",
-                      "seed sd of log p": f"{spread.std(ddof=1):.2f}" if len(spread) > 1 else "-"})
+                      "control": f"{by.control_retrieved.mean():.2f}", "seed sd of log p": f"{spread.std(ddof=1):.2f}" if len(spread) > 1 else "-"})
     return pd.DataFrame(lines)
