@@ -187,6 +187,11 @@ def test_entries_without_attention_come_last_and_uniformly():
     assert len(found) == 6 and all({0, 3} <= set(s) and agrees(f, 1 / 6, trials) for s, f in found.items()), found
 
 
+def test_the_least_attention_comes_before_none():
+    found = frequencies(attended([0.0, -707.0, -2000.0], 500, 2), POLICY(n_large=0, n_sink=0, window=1, kernel=1), 2)
+    assert found == {(0, 1): 1.0}
+
+
 def test_no_draw_lifts_a_sampled_entry_among_the_large():
     """The extremes of a draw, and of p."""
     view = attended([0.0, -700.0, -2000.0], 1, 2)
