@@ -97,7 +97,8 @@ def from_filler(model: Model, filler: str = "builtin", tokens: int = AUTOMATIC, 
 
 def automatic(model: Model) -> Statistics:
     """Statistics on the built-in filler, made on first use and kept in the cache folder."""
-    name = hashlib.sha256(model.fingerprint.encode()).hexdigest()[:16]
+    rope = getattr(model.model.config.get_text_config(decoder=True), "rope_parameters", None)  # the same weights may turn otherwise
+    name = hashlib.sha256(f"{model.fingerprint} {rope}".encode()).hexdigest()[:16]
     path = cache_folder() / f"triattention-{name}-{AUTOMATIC}.safetensors"
     if path.is_file():
         try:
