@@ -49,6 +49,9 @@ class CONFIG(COMMON):
             raise ValueError(f"factors={self.factors!r}: known are {', '.join(FACTORS)}")
         if self.apart < self.box:
             raise ValueError(f"apart={self.apart} must be at least box={self.box}")
+        first, statements = planting.rounds_of(self.rounds)[0], 1 if set(self.stated) == {"once"} else 2
+        if first * self.buffer < statements * self.box:
+            raise ValueError(f"rounds={self.rounds!r}: {first} rounds of {self.buffer} cannot delete the {statements} boxes of {self.box} tokens that the deleted endpoint loses: ask later")
 
     @property
     def stated(self) -> tuple[str, ...]:
@@ -56,7 +59,7 @@ class CONFIG(COMMON):
 
 
 PRESETS = {
-    "smoke": CONFIG(model="tiny", keep=160, buffer=48, rounds="1,2", instances=2, batch_size=2, pre=8, apart=32, query=64, policies="random,h2o", eviction_seeds=2, threads=1, box=30),
+    "smoke": CONFIG(model="tiny", keep=160, buffer=48, rounds="1,2", instances=2, batch_size=2, pre=8, apart=32, query=64, policies="random,h2o", eviction_seeds=2, threads=1, box=24),
     "demo": CONFIG(threads=1),
     "paper": CONFIG(keep=1024, buffer=64, pre=448, instances=100),
 }

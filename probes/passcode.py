@@ -55,20 +55,21 @@ def stories(config: CONFIG, tokenizer) -> list[Story]:
     """Stub, filler, the passcode, filler up to the last question."""
     filler, head = needles.Filler(config.filler, tokenizer), needles.stub(tokenizer)
     out = []
-    others = planting.values(config.seed, 13, config.instances)
-    for i, value in enumerate(planting.values(config.seed, 3, config.instances)):
+    values = planting.values(config.seed, 3, 2 * config.instances)
+    others = values[config.instances :]
+    for i, value in enumerate(values[: config.instances]):
         fact, inside = needles.locate(tokenizer, FACT.format(value=value), value)
         asked, answer = needles.locate(tokenizer, QUERY + value, value)
         query, target, begin = asked[: answer[0]], asked[answer[0] :], len(head) + config.pre
         if begin + len(fact) > planting.first_candidates(config.plan):
             raise ValueError(f"the passcode ends at position {begin + len(fact)}: only positions below {planting.first_candidates(config.plan)} are candidates from the first round on")
         asks = tuple(Ask(f"{n} rounds", planting.asked_after(config.plan, n, len(query)), query, target) for n in planting.rounds_of(config.rounds))
-        fresh, begins = needles.locate(tokenizer, CONTROL.format(var=needles.VARIABLES[0], value=others[i]), others[i])
+        fresh, begins = needles.locate(tokenizer, CONTROL.format(var=needles.VARIABLES[0], value=others[i]) + others[i], others[i])
         controls = tuple(Ask(f"{a.name}{CONTROLLED}", a.at, fresh[: begins[0]], fresh[begins[0] :]) for a in asks)
         if asks[0].at < begin + len(fact):
             raise ValueError(f"the first question comes after {asks[0].at} tokens, before the passcode has ended at {begin + len(fact)}: ask later, or plant earlier")
         rng = np.random.default_rng([config.seed, 4, i])
-        ids, spans = planting.write(filler, head, [planting.Mark("fact", begin, fact)], asks[-1].at, [value, "passcode"], rng)
+        ids, spans = planting.write(filler, head, [planting.Mark("fact", begin, fact)], asks[-1].at, [value, "passcode", needles.VARIABLES[0], others[i]], rng)
         spans["value"] = begin + inside[0], begin + inside[1]
         out.append(Story(i, ids, len(head), asks + controls, spans, f"passcode {value}, control {others[i]}"))
     return out
