@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,7 @@ def generate(model, prompt, *, policy="random", keep: int | None = None, buffer:
         given = dict(protect_prompt=protect_prompt, pins=pins, positions=positions) | options
         cache = api.cache(model, policy=policy, keep=keep, buffer=buffer, instances=numbers, seed=seed if eviction_seed is None else eviction_seed, **given)
         _check_held(cache, prompts)
+        _warn_of_collapse(cache)
     _check_length(model, prompts, max_new_tokens, endless=positions == "renumbered" and isinstance(cache, EvictionCache))
     rows = [_Row(p, i, _stream(model), functools.partial(hear, b)) for b, (p, i) in enumerate(zip(prompts, numbers))]
     cuda = _cuda(model)
@@ -315,6 +317,16 @@ def _check_held(cache: EvictionCache, prompts: list[list[int]]) -> None:
         if n > plan.keep and not plan.pins_free:
             raise ValueError(f"keep={plan.keep} cannot hold the protected prompt {b} of {n} tokens: give keep={n} or more, or protect_prompt=False")
         check_fits((*pins, SpanPin(0, n)), cache.geometry, plan)
+
+
+TINY = 16
+"""Entries per KV head below which a model without its first tokens tends to write nonsense, which is not forgetting."""
+
+
+def _warn_of_collapse(cache: EvictionCache) -> None:
+    if cache.plan.keep + cache.plan.buffer < TINY and not cache.common_pins:
+        warnings.warn(f"keep={cache.plan.keep} and buffer={cache.plan.buffer} with nothing protected: the model may collapse rather than forget; "
+                      "protect_prompt=True or pins=[kvprobe.SinkPin(4)] tells the two apart", stacklevel=3)
 
 
 def _check_length(model: Model, prompts: list[list[int]], new: int, endless: bool) -> None:

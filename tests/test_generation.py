@@ -1,6 +1,7 @@
 """Free generation: equal to transformers where nothing is evicted, to brute force where something is, and a row is its own."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -419,3 +420,13 @@ def test_the_embedded_model_writes_as_transformers_does():
         want = lm.model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), max_new_tokens=8, do_sample=False)
         assert got.tokens[b].tolist() == want[0, len(prompt) :].tolist()
     assert "Paris" in got.texts[0]
+
+
+def test_a_tiny_budget_without_protection_is_warned_of(llama, ids):
+    """B18: collapse is not forgetting."""
+    model, _ = llama
+    with pytest.warns(UserWarning, match="collapse"):
+        kvprobe.generate(model, ids[:1, :20], policy="recency", keep=4, buffer=2, protect_prompt=False, max_new_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvprobe.generate(model, ids[:1, :20], policy="recency", keep=8, buffer=2, protect_prompt=False, pins=[kvprobe.SinkPin(4)], max_new_tokens=2)
