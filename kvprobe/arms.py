@@ -34,10 +34,10 @@ class Arm:
 def split(text: str) -> list[str]:
     """ "a,b(x=1,y=2)" -> ["a", "b(x=1,y=2)"]; "all" stands for every installed policy and the shared draw."""
     parts = [p.strip() for p in re.split(r",(?![^(]*\))", text) if p.strip()]
-    every = [*registry.available("policy"), "random(shared=True)"]
+    every = [*registry.names("policy"), "random(shared=True)"]
     out = [name for part in parts for name in (every if part == "all" else [part])]
     if not out:
-        raise ValueError(f"policies={text!r} names no policy; known: {', '.join(registry.available('policy'))}, or all")
+        raise ValueError(f"policies={text!r} names no policy; known: {', '.join(registry.names('policy'))}, or all")
     return list(dict.fromkeys(out))
 
 

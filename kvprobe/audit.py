@@ -109,6 +109,8 @@ def audit_run(path: str | os.PathLike, limit: int | None = None, progress: bool 
     rows, logs = folder.rows(), list(folder.logs())
     if not logs:
         raise ValueError(f"{path} holds no keep log yet: nothing to audit")
+    if not (rows.metric == "logp_token").any():
+        raise ValueError(f"probe {manifest['settings']['probe']!r} asks branches of the cache, whose logs are not kept: `kvprobe audit` replays runs of planted_fact")
     model = load(config.model, device=config.device, dtype=config.dtype, device_map=config.device_map)
     if model.fingerprint != manifest["model"]["fingerprint"]:
         raise ValueError(f"the run used a model of fingerprint {manifest['model']['fingerprint']}, {model.name} has {model.fingerprint}")

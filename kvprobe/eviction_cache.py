@@ -228,6 +228,8 @@ class EvictionCache(Rounds, DynamicCache):
         Raises ValueError when pins, a policy or a seed are given after a round has fired, and for a policy that needs more
         than this cache's policy made it gather.
         """
+        if self.recorder is None:
+            raise ValueError("the cache is empty: no forward has used it yet")
         if (row_pins is not None or policy is not None or seed is not None) and any(self.recorder.fired):
             raise ValueError("pins, policy and seed cannot be set after a round has fired: what they should hold may be gone")
         new = copy.copy(self)

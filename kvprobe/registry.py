@@ -18,9 +18,13 @@ MARKS = {"policy": "POLICY", "probe": "CONFIG", "figure": "READS"}
 
 def available(kind: str) -> dict[str, str]:
     """Names of the installed policies, probes or figures with the first line of their docstring."""
+    return {name: _first_line(name, importlib.import_module(FOLDERS[kind])) for name in names(kind)}
+
+
+def names(kind: str) -> list[str]:
+    """Names of the installed policies, probes or figures."""
     package = importlib.import_module(FOLDERS[kind])
-    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
-    return {name: _first_line(name, package) for name in names}
+    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
 
 
 ALIASES = {"prefix_sliding": ("recency", {"protect_prompt": True})}
@@ -48,8 +52,8 @@ def find(kind: str, name: str) -> ModuleType:
     """
     if name.endswith(".py"):
         return _from_file(kind, Path(name))
-    if name not in available(kind):
-        raise ValueError(f"{kind} {name!r} is unknown; known: {', '.join(available(kind))}, or the path of a .py file")
+    if name not in names(kind):
+        raise ValueError(f"{kind} {name!r} is unknown; known: {', '.join(names(kind))}, or the path of a .py file")
     return importlib.import_module(f"{FOLDERS[kind]}.{name}")
 
 

@@ -90,7 +90,7 @@ class Run:
 
 def figures_of(probe: str) -> list[str]:
     """Names of the installed figures that read a probe's rows."""
-    return [n for n in registry.available("figure") if registry.find("figure", n).READS == Path(probe).stem]
+    return [n for n in registry.names("figure") if registry.find("figure", n).READS == Path(probe).stem]
 
 
 def configure(probe: str, preset: str, given: dict):

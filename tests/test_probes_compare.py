@@ -575,3 +575,12 @@ def test_ranges_called_evicted_were(done):
         assert len(pick(mine, metric="lost", kind="random")) == len(named)
         tried += len(named)
     assert tried >= 2
+
+
+def test_audit_says_what_it_can_replay(tmp_path):
+    """Branches' logs are not kept, and a probe without log p per token is refused by name, not by a traceback."""
+    from kvprobe.audit import audit_run
+
+    kvprobe.run("passcode", preset="smoke", out=tmp_path / "run", progress=False, instances=2, policies="recency")
+    with pytest.raises(ValueError, match="passcode.*planted_fact"):
+        audit_run(tmp_path / "run")
