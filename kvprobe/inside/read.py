@@ -139,7 +139,7 @@ class Reader:
             for name, x in held.items():
                 x = x if all_heads else x[:, heads]
                 x = x.masked_fill(hidden.to(x.device), 0) if some else x
-                cut[name] = x.clone() if self.cached and all_heads and not some else _owned(x)
+                cut[name] = self._keep(name, layer, x) if self.cached and all_heads and not some else _owned(x)
             return cut | {"k_positions": where}
         rows = self.wanted(where.shape[0])
         width = max(map(len, rows))
