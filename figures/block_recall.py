@@ -34,7 +34,7 @@ def draw(table: pd.DataFrame, manifest: dict):
             for at, r in zip(x, part.itertuples()):
                 plotting.whisker(ax, at, getattr(r, key), getattr(r, f"{key}_low"), getattr(r, f"{key}_high"), color=colors[keep])
                 if getattr(r, key) == getattr(r, key):
-                    ax.annotate(f"{r.block}", (at, getattr(r, f"{key}_high")), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=7, color=colors[keep])
+                    ax.annotate(f"{int(r.block)}", (at, getattr(r, f"{key}_high")), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=7, color=colors[keep])
         ax.set_xscale("log", base=2)
         ax.set_xlabel("blocks per head (K / block size; the block size stands at each mark)")
         ax.set_ylabel(label)

@@ -179,5 +179,5 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
         return stats.Estimate(*(None if pd.isna(v) else float(v) for v in (r[key], r[f"{key}_low"], r[f"{key}_high"])), r["n"]).text()
 
     s = summary(rows, manifest)
-    return pd.DataFrame([{"K": r.keep, "block": r.block, "blocks per head": f"{r.blocks_per_head:g}", "n": r.n, "recall R [95 %]": text(r, "R"), "retrieval [95 %]": text(r, "retrieval"),
+    return pd.DataFrame([{"K": int(r.keep), "block": int(r.block), "blocks per head": f"{r.blocks_per_head:g}", "n": int(r.n), "recall R [95 %]": text(r, "R"), "retrieval [95 %]": text(r, "retrieval"),
                           "log p (kept, deleted) [nats]": f"{r.logp:.2f} ({r.kept:.2f}, {r.deleted:.2f})", "seed sd of log p": "-" if pd.isna(r.seed_sd) else f"{r.seed_sd:.2f}"} for _, r in s.iterrows()])
