@@ -36,7 +36,9 @@ def draw(table: pd.DataFrame, manifest: dict):
                 if getattr(r, key) == getattr(r, key):
                     ax.annotate(f"{int(r.block)}", (at, getattr(r, f"{key}_high")), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=7, color=colors[keep])
         ax.set_xscale("log", base=2)
-        ax.set_xlabel("blocks per head (K / block size; the block size stands at each mark)")
+        ticks = sorted(table.blocks_per_head.unique())
+        ax.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        ax.set_xlabel("blocks per head (at each mark: block size)")
         ax.set_ylabel(label)
         ax.set_ylim(min(-0.05, ax.get_ylim()[0]), max(1.05, ax.get_ylim()[1]))
     axes[0][0].legend(fontsize=8)
