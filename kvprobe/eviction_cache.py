@@ -124,6 +124,9 @@ class EvictionCache(Rounds, DynamicCache):
         self.recorder: Recorder | None = None
         self.pins: PinTable | None = None
         self.closed = False  # prompt-time eviction is over
+        self.holding = False  # rounds wait for `evict_now`
+        self.future = None  # what the policy looked ahead at, for its score
+        self.spent: dict[str, float] = {}  # seconds of rounds by part
 
     # -- what transformers calls ------------------------------------------------------------------------------------
 
@@ -279,6 +282,22 @@ class EvictionCache(Rounds, DynamicCache):
         else:
             self._check_room(n)
         self.step = _Step(n, padded=False)
+
+    def hold(self) -> None:
+        """Let no round fire until `evict_now`: a policy may want to look ahead from the whole prompt first."""
+        self.holding = True
+
+    def surplus_due(self) -> bool:
+        """Whether the round that `hold` keeps back will take anything."""
+        return any(charged > self.plan.keep for charged in self._charged()) if self.plan.schedule == "prompt_end" else any(c >= self.plan.fires_at for c in self._charged())
+
+    def evict_now(self, future=None) -> None:
+        """Fire what has come due since `hold`. future: handed to the policy as `view.future`."""
+        if self.step is None or not self.step.done:
+            raise RuntimeError("nothing to evict from: no forward has finished on this cache")
+        self.holding, self.future = False, future
+        self._fire()
+        self.future = None
 
     def pass_tokens(self, n: int, batch: int) -> None:
         """n tokens pass without a model: entries of head size 0, no attention. For policies that need neither."""

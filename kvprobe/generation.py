@@ -146,18 +146,24 @@ def generate(model, prompt, *, policy="random", keep: int | None = None, buffer:
 
 
 @torch.no_grad()
-def _write(model: Model, cache, rows: list[_Row], sampler: Sampler, stops: Stops, steps: int, progress: bool) -> tuple[KeepLog | None, float, float]:
+def _write(model: Model, cache, rows: list[_Row], sampler: Sampler, stops: Stops, steps: int, progress: bool, begun: Begun | None = None) -> tuple[KeepLog | None, float, float]:
     """Step all rows to their ends; returns the keep log of all, and the seconds of the prefill and of the rest."""
     from tqdm.auto import tqdm
 
     live, device = list(rows), model.device
     ids, mask = _left_padded([row.prompt for row in rows], device)
     position_ids = (mask.cumsum(1) - 1).clamp(min=0)
+    if begun is not None:
+        position_ids = position_ids + torch.tensor(begun.length, device=device)[:, None]
+        mask = torch.cat([begun.mask, mask], dim=1)
     plan_log, prefill_s, start = None, 0.0, time.perf_counter()
     with tqdm(total=steps, unit="step", disable=not progress) as bar:
         for step in range(steps):
             padded = dict(attention_mask=mask) if not bool(mask.all()) else {}
-            logits = model.model(input_ids=ids, position_ids=position_ids, cache=cache, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
+            if step == 0 and begun is not None and not ids.shape[1]:
+                logits, position_ids = begun.logits, torch.tensor(begun.length, device=device)[:, None] - 1
+            else:
+                logits = model.model(input_ids=ids, position_ids=position_ids, cache=cache, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
             tokens, logp = sampler.pick(logits, torch.tensor([row.instance for row in live]), step)
             _note_sizes(cache, live)
             for row, token, score in zip(live, tokens.tolist(), logp.tolist()):
@@ -177,6 +183,30 @@ def _write(model: Model, cache, rows: list[_Row], sampler: Sampler, stops: Stops
             ids, position_ids = tokens[:, None].to(device), position_ids[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(live), 1)], dim=1)
     return None if plan_log is None else _joined(rows, plan_log), prefill_s, time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A cache that already holds text: mask [b columns], tokens of each row, and the logits of its last ones [b vocabulary]."""
+
+    mask: Tensor
+    length: tuple[int, ...]
+    logits: Tensor
+
+
+def go_on(compressed, questions: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: tuple, stop, ignore_eos: bool) -> Generation:
+    """Write on from a compressed prompt, after a question's ids per row (all of one length, perhaps none), on a branch of its cache."""
+    model, cache = compressed.model, compressed.cache.branch(1)
+    sampler, stops = Sampler(*sampling), Stops(stop, () if ignore_eos else _eos(model), _vocabulary(model), model.tokenizer is not None)
+    _check_length(model, [[*p, *q] for p, q in zip(compressed.prompts, questions)], max_new_tokens, endless=False)
+    rows = [_Row(list(q), i, _stream(model), lambda piece: None) for q, i in zip(questions, cache.instances)]
+    begun = Begun(compressed.mask, tuple(map(len, compressed.prompts)), compressed.logits)
+    log, prefill_s, decode_s = _write(model, cache, rows, sampler, stops, max_new_tokens, False, begun)
+    texts = None if model.tokenizer is None else tuple(row.stream.text for row in rows)
+    return Generation(
+        tuple(torch.tensor(row.tokens) for row in rows), texts, tuple(torch.tensor(row.prompt) for row in rows),
+        tuple(torch.tensor(row.logp, dtype=wide(model.model.dtype)) for row in rows), tuple(row.stopped for row in rows), log,
+        tuple(row.sizes for row in rows), tuple(row.smallest for row in rows), prefill_s, decode_s, None)
 
 
 def _left_padded(rows: Sequence[Sequence[int]], device) -> tuple[Tensor, Tensor]:

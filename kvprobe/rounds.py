@@ -26,6 +26,10 @@ class Rounds:
     def _leave(self) -> None:
         """The last evicted layer's attention is done: close the step and fire what is due."""
         self.step.done = True
+        if not self.holding:
+            self._fire()
+
+    def _fire(self) -> None:
         if self.plan.schedule == "rounds":
             due = [charged >= self.plan.fires_at for charged in self._charged()]
         else:
@@ -94,7 +98,7 @@ class Rounds:
                 columns={name: column[:, :, :candidates] for name, column in layer.columns.items()},
                 rand=lambda *a, _i=i, _here=here, **k: _here(rand(_i, *a, **k)),
                 banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device),
-                pinned=None if bias is None else here(bias[i] == torch.inf))
+                pinned=None if bias is None else here(bias[i] == torch.inf), future=self.future)
 
     def _draws(self, positions: Tensor, rounds: Tensor):
         """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).

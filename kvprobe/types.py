@@ -129,6 +129,7 @@ class CacheView:
     queries [b hq w d] with query_positions [b w] (negative: padding) when the policy needs a window.
     now [b]: tokens each row has seen; round [b]: rounds each row has had before this one.
     banned(start, stop) [b hkv c] counts the positions of start..stop that a pin bans at each site.
+    future: what the policy's `queries` returned, where a prompt is compressed with a look ahead.
     pinned [b hkv c] is True where a pin holds the entry, whatever its score; None without pins.
     """
 
@@ -147,6 +148,7 @@ class CacheView:
     rand: Callable[..., Tensor]
     banned: Callable[[Tensor, Tensor], Tensor]
     pinned: Tensor | None = None
+    future: object | None = None
 
     @property
     def real(self) -> Tensor:

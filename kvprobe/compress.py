@@ -1,0 +1,150 @@
+"""Compress a prompt once, then ask it anything: prefill, look ahead, score, evict, go on (LORE Algorithm 1)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import generation, registry
+from .api import rotation
+from .eviction_cache import EvictionCache
+from .keeplog import KeepLog
+from .models import Model, prepare
+from .pins import Pin, SinkPin, SpanPin, WindowPin
+from .types import Plan
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """A prompt behind a compressed cache.
+
+    prompts: ids of each row; the cut is their end: what was scored saw nothing beyond it. logits [b vocabulary]: of the
+    prompt's last token, from the full cache. future: what the policy looked ahead at (None without). seconds: by stage.
+    kept [l b hkv]: entries per site. `cache` is at the prompt's end: branch it (`ask` does) to ask several questions.
+    """
+
+    model: Model
+    cache: EvictionCache
+    prompts: tuple[tuple[int, ...], ...]
+    mask: Tensor
+    logits: Tensor
+    policy: object
+    future: object | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def keep_log(self) -> KeepLog:
+        return self.cache.keep_log
+
+    @property
+    def kept(self) -> Tensor:
+        """[l b hkv]: entries that each site holds of the prompt."""
+        return (self.cache.positions >= 0).sum(-1)
+
+    def ask(self, question: str | Sequence[str] = "", *, max_new_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
+            seed: int = 0, stop=(), ignore_eos: bool = False) -> generation.Generation:
+        """Go on from the compressed prompt: after a question (one for all rows, or one each), or at once. The cache itself stays as it is.
+
+        Raises ValueError for questions of different lengths in tokens, and for what `kvprobe.generate` refuses.
+        """
+        questions = [question] * len(self.prompts) if isinstance(question, str) else list(question)
+        if len(questions) != len(self.prompts):
+            raise ValueError(f"{len(questions)} questions for {len(self.prompts)} prompts: give one for all, or one each")
+        asked = [[] if not q else list(self.model.tokenizer(q, add_special_tokens=False).input_ids) for q in questions]
+        if len({len(a) for a in asked}) > 1:
+            raise ValueError(f"the questions take {sorted({len(a) for a in asked})} tokens: questions asked together must have one length")
+        return generation.go_on(self, asked, max_new_tokens=max_new_tokens, sampling=(temperature, top_p, top_k, seed), stop=stop, ignore_eos=ignore_eos)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a policy's `queries(engine)` may use: the model, the held cache of the whole prompt (branch it), its last logits, a seed."""
+
+    model: Model
+    cache: EvictionCache
+    logits: Tensor
+    seed: int
+
+
+def structural(model: Model, ids: Sequence[int]) -> list[tuple[int, int]]:
+    """Spans of a prompt's structural tokens: the tokenizer's own special and added ones (chat-template delimiters, tool-call markers,
+    separators). Empty without a tokenizer."""
+    if model.tokenizer is None:
+        return []
+    marks = set(model.tokenizer.all_special_ids) | set(getattr(model.tokenizer, "added_tokens_decoder", {}))
+    at = [i for i, token in enumerate(ids) if token in marks]
+    starts = [i for i in at if i - 1 not in at]
+    return [(a, next(z for z in range(a, len(ids) + 1) if z not in at)) for a in starts]
+
+
+@torch.no_grad()
+def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_ratio: float | None = None, question: str | Sequence[str] | None = None, chat: bool = False,
+             n_sink: int = 1, protect_window: int = 32, protect_structural: bool = True, pins: Sequence[Pin] = (), pins_free: bool = False,
+             positions: str = "original", seed: int = 0, instances: Sequence[int] | None = None, future=None, **policy_options) -> Compressed:
+    """Prefill a prompt and evict once, down to `keep` entries per KV head (protected ones inside, unless pins_free).
+
+    prompt: a text, a list of texts, ids, or a list of id lists; lengths may differ. question: text that scoring may see: it is
+    put behind the prompt before the cut. Questions that it must not see are asked of the result. keep_ratio: of the longest
+    prompt. n_sink, protect_window, protect_structural: first positions, newest positions and structural tokens that stay
+    (protocols 5). future: a look ahead made before, instead of the policy's own. Raises ValueError for bad input before any work.
+    """
+    model = model if isinstance(model, Model) else prepare(model)
+    given = _seen(prompt, question)
+    rows = generation._prompts(model, given, chat)
+    generation._check_length(model, rows, 1, endless=False)
+    plan = Plan(Plan.resolve_keep(keep, keep_ratio, max(map(len, rows))), 0, pins_free, "prompt_end")
+    chosen = registry.make_policy(policy, policy_options, model)
+    common = tuple(pins) + ((SinkPin(n_sink),) if n_sink else ()) + ((WindowPin(protect_window),) if protect_window else ())
+    row_pins = [tuple(SpanPin(a, z, elsewhere="free") for a, z in structural(model, row)) if protect_structural else () for row in rows]
+    cache = EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins,
+                          instances=generation._instances(instances, len(rows)), seed=seed, rotate=rotation(model, positions))
+    return _run(model, cache, chosen, rows, seed, future)
+
+
+def _seen(prompt, question):
+    if question is None:
+        return prompt
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if not (isinstance(texts, (list, tuple)) and all(isinstance(t, str) for t in texts)):
+        raise ValueError("a question is put behind texts: give the prompt as text, or the question's ids inside it")
+    asked = [question] * len(texts) if isinstance(question, str) else list(question)
+    if len(asked) != len(texts):
+        raise ValueError(f"{len(asked)} questions for {len(texts)} prompts: give one for all, or one each")
+    return [t + q for t, q in zip(texts, asked)]
+
+
+def _run(model: Model, cache: EvictionCache, policy, rows, seed: int, future) -> Compressed:
+    clock = Stages(model)
+    ids, mask = generation._left_padded(rows, model.device)
+    cache.hold()
+    padded = dict(attention_mask=mask) if not bool(mask.all()) else {}
+    logits = model.model(input_ids=ids, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
+    clock.end("prefill")
+    if future is None and hasattr(policy, "queries") and cache.surplus_due():
+        future = policy.queries(Engine(model, cache, logits, seed))
+        clock.end("lookahead")
+    cache.evict_now(future)
+    clock.end("eviction")
+    return Compressed(model, cache, tuple(map(tuple, rows)), mask, logits, policy, future, clock.seconds)
+
+
+class Stages:
+    """Seconds of each stage, the device's work included."""
+
+    def __init__(self, model: Model):
+        self.cuda = generation._cuda(model)
+        self.seconds: dict[str, float] = {}
+        self.last = self._now()
+
+    def _now(self) -> float:
+        for device in self.cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        now = self._now()
+        self.seconds[stage], self.last = now - self.last, now
