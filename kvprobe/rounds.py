@@ -67,11 +67,14 @@ class Rounds:
         surplus = self._surplus(due)
         real = positions[..., :candidates] >= 0 if self.ragged else None
         bias = self.pins.bias(positions[..., :candidates], self.prompt, self.seen)
-        score = torch.stack([self._score(view).to(positions.device) for view in self._views(positions, candidates, bias)])
+        views = list(self._views(positions, candidates, bias))
+        score = torch.stack([self._score(view).to(positions.device) for view in views])
         if hasattr(self.policy, "across_layers"):
             score = self.policy.across_layers(score, positions[..., :candidates])
         score = score if score.dtype == torch.float64 else score.to(torch.float32)
         every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
+        if hasattr(self.policy, "allocate") or hasattr(self.policy, "select"):
+            surplus, score = self._chosen(views, score, bias, every.expand_as(score), surplus)
         on_device = torch.as_tensor(surplus, device=score.device)
         if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
             not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
@@ -80,6 +83,24 @@ class Rounds:
         same = int(surplus.flat[0]) if (surplus == surplus.flat[0]).all() else on_device
         gone = evict.evicted(score, same, real)
         self._compact(positions, gone, surplus, due)
+
+    def _chosen(self, views, score: Tensor, bias: Tensor | None, real: Tensor, surplus: np.ndarray) -> tuple[np.ndarray, Tensor]:
+        """Budgets per site and scores as the policy's own `allocate` and `select` make them; totals at the policy's level stay exact."""
+        have = real.sum(-1).cpu().numpy()
+        keep = have - surplus
+        if hasattr(self.policy, "allocate"):
+            held = torch.zeros_like(real) if bias is None else (bias == torch.inf) & real
+            given = torch.as_tensor(keep, device=score.device)
+            got = self.policy.allocate(score, given, held, real).cpu().numpy()
+            axes = {"head": (), "layer": (2,), "model": (0, 2)}.get(getattr(self.policy, "level", "layer"))
+            if axes is not None and (got.sum(axes) != keep.sum(axes)).any():
+                raise ValueError(f"policy {self.policy} handed out {got.sum()} entries of {keep.sum()}: totals per {self.policy.level} must stay exact")
+            if (got > have).any() or (got < held.sum(-1).cpu().numpy()).any():
+                raise ValueError(f"policy {self.policy} gave a head more entries than it has, or fewer than its pins hold")
+            keep = np.where(surplus.sum((0, 2), keepdims=True) > 0, got, keep)  # rows that are not due keep what they have
+        if hasattr(self.policy, "select"):
+            score = torch.stack([self.policy.select(view, s, torch.as_tensor(k, device=s.device)) for view, s, k in zip(views, score, keep)])
+        return have - keep, score
 
     def _views(self, positions: Tensor, candidates: int, bias: Tensor | None):
         """One read-only view per evicted layer."""

@@ -160,12 +160,17 @@ class CacheView:
 class Policy(Protocol):
     """A frozen dataclass whose fields are its hyper-parameters; exported by its file as POLICY.
 
-    Three more methods, where a policy has them, are called:
+    More methods, where a policy has them, are called:
     bind(model) -> Policy, when a cache is made: with what the policy needs to know of the model (weights, calibration);
     observe(attention [b hkv g n s], query_positions [b n], key_positions [b hkv s], columns) -> columns, after each
     forward, a block of queries at a time: state per entry [b hkv s ...] that moves with it (a query or key of
     position -1 is padding, a column shorter than s ends before this forward's entries);
-    across_layers(score [l b hkv c], positions [l b hkv c]) -> score, after all layers of a round were scored.
+    across_layers(score [l b hkv c], positions [l b hkv c]) -> score, after all layers of a round were scored;
+    allocate(score [l b hkv c], keep [l b hkv], held [l b hkv c], real [l b hkv c]) -> keep [l b hkv]: candidates that each site
+    keeps, pins (`held`) inside; totals stay exact at the policy's `level`: "head", "layer" (default), "model", or "own" for a
+    policy that sets its own budget;
+    select(view, score [b hkv c], keep [b hkv]) -> score whose largest `keep` entries are kept, per layer;
+    queries(engine) -> object, before a prompt is compressed: what `view.future` hands to `score`.
     """
 
     needs: Needs
