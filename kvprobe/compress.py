@@ -124,7 +124,7 @@ def _run(model: Model, cache: EvictionCache, policy, rows, seed: int, future) ->
     padded = dict(attention_mask=mask) if not bool(mask.all()) else {}
     logits = model.model(input_ids=ids, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
     clock.end("prefill")
-    if future is None and hasattr(policy, "queries") and cache.surplus_due():
+    if future is None and callable(getattr(policy, "queries", None)) and cache.surplus_due():  # snapkv has a field of that name
         future = policy.queries(Engine(model, cache, logits, seed))
         clock.end("lookahead")
     cache.evict_now(future)

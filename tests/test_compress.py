@@ -1,0 +1,156 @@
+"""Prompt-time eviction end to end: counts, protection, equality with masks on the full cache, questions asked of one cache."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvprobe
+import tiny
+from kvprobe import compress as module
+from kvprobe.compress import compress, structural
+
+N = 40
+
+
+def kept(made, b=0):
+    """{(layer, head): positions} of a row."""
+    positions = made.cache.positions
+    return {(layer, h): [p for p in positions[i, b, h].tolist() if p >= 0] for i, layer in enumerate(made.cache.geometry.kv_layers) for h in range(positions.shape[2])}
+
+
+@torch.no_grad()
+def masked(llama, ids, sets, question):
+    """Logits [q v] of a question on the full cache where every KV head sees its kept set only: an independent path."""
+    hidden = {site: sorted(set(range(N)) - set(held)) for site, held in sets.items()}
+    model = llama[0]
+    text = torch.cat([ids[:N], question])[None]
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.model.config)
+    model.model(input_ids=text[:, :N], cache=cache, use_cache=True)
+    return kvprobe.intervene(model, text[:, N:], kvprobe.head_masks(hidden), cache=cache, all_logits=True).logits[0]
+
+
+@pytest.mark.parametrize("policy, options", [("random", {}), ("snapkv", dict(window=8)), ("keydiff", {}), ("h2o", {})])
+def test_counts_and_protection(llama, ids, policy, options):
+    """Exactly B entries per head, the first and the newest among them."""
+    made = compress(llama[0], ids[:2, :N], policy=policy, keep=18, protect_window=6, **options)
+    assert bool((made.kept == 18).all()) and made.keep_log.fired == ((N,), (N,))
+    for b in range(2):
+        for held in kept(made, b).values():
+            assert held == sorted(held) and held[0] == 0 and held[-6:] == list(range(N - 6, N))
+    assert set(made.seconds) == {"prefill", "eviction"}
+
+
+@pytest.mark.parametrize("policy", ["random", "keydiff"])
+def test_equals_masks_on_the_full_cache(llama, ids, policy):
+    """Forced and greedy text after compression == the same keep-sets imposed on the full cache, in float64."""
+    made = compress(llama[0], ids[:1, :N], policy=policy, keep=14, protect_window=4)
+    question = ids[1, :5]
+    want = masked(llama, ids[0], kept(made), question)
+    branch = made.cache.branch(1)
+    with torch.no_grad():
+        got = llama[0].model(input_ids=question[None], position_ids=torch.arange(N, N + 5)[None], cache=branch, use_cache=True).logits[0]
+    assert torch.allclose(got, want, atol=1e-10)
+
+
+def test_everything_kept_is_the_full_cache(llama, ids):
+    """B >= n: bit for bit, and nothing is looked ahead at."""
+    made = compress(llama[0], ids[:2, :N], policy="random", keep=N)
+    want = llama[1].generate(ids[:2, :N], max_new_tokens=8, do_sample=False)[:, N:]
+    assert torch.equal(torch.stack(made.ask(max_new_tokens=8).tokens), want)
+    with torch.no_grad():
+        assert torch.equal(made.logits, llama[1](ids[:2, :N], logits_to_keep=1).logits[:, -1])
+    assert made.keep_log.fired == ((), ())
+
+
+@pytest.mark.parametrize("length", [1, 5, 12, 13, 40])
+def test_prompt_lengths(llama, ids, length):
+    """One token, shorter than the window, of B, of B + 1."""
+    made = compress(llama[0], ids[:1, :length], policy="snapkv", window=8, keep=12, protect_window=8)
+    assert bool((made.kept == min(length, 12)).all())
+    made.ask(max_new_tokens=3)
+
+
+def test_questions_leave_the_cache_as_it_is(llama, ids):
+    made = compress(llama[0], ids[:1, :N], policy="random", keep=14, protect_window=4)
+    first = made.ask(max_new_tokens=5).tokens[0]
+    made.ask(max_new_tokens=9, temperature=1.0, seed=4)
+    assert torch.equal(made.ask(max_new_tokens=5).tokens[0], first) and made.cache.seen == [N]
+
+
+def test_model_generate_goes_on(llama, ids):
+    """transformers' own generate continues from a branch."""
+    made = compress(llama[0], ids[:1, :N], policy="random", keep=14, protect_window=4)
+    mine = made.ask(max_new_tokens=6).tokens[0]
+    text = torch.cat([ids[:1, :N], mine[None, :1]], dim=1)
+    theirs = llama[0].model.generate(text, attention_mask=torch.ones_like(text), cache=made.cache.branch(1), max_new_tokens=5, do_sample=False)
+    assert torch.equal(theirs[0, N:], mine)
+
+
+def test_unequal_prompts(llama, ids):
+    """Rows of a padded batch are compressed and go on as alone."""
+    rows = [ids[0, :N].tolist(), ids[1, : N - 9].tolist()]
+    both = compress(llama[0], rows, policy="random", keep=14, protect_window=4)
+    for b, row in enumerate(rows):
+        one = compress(llama[0], [row], policy="random", keep=14, protect_window=4, instances=[b])
+        assert kept(one) == kept(both, b)
+        assert torch.equal(one.ask(max_new_tokens=6).tokens[0], both.ask(max_new_tokens=6).tokens[b])
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3.5", "gemma4"])
+def test_hybrids(kind, ids):
+    """Only growing layers are evicted; the others are named as skipped; what is kept counts."""
+    model, _ = tiny.pair(kind)
+    made = compress(model, ids[:1, :N], policy="random", keep=14, protect_window=4)
+    assert bool((made.kept == 14).all()) and made.kept.shape[0] == len(model.geometry.kv_layers) and model.geometry.skipped
+    assert len(made.ask(max_new_tokens=4).tokens[0]) == 4
+
+
+class Words:
+    """A tokenizer whose ids 3 and 9 are structural."""
+
+    all_special_ids = [3]
+    added_tokens_decoder = {9: "<tool>"}
+
+
+def test_structural_tokens():
+    model = SimpleNamespace(tokenizer=Words())
+    assert structural(model, [3, 1, 9, 3, 2, 9]) == [(0, 1), (2, 4), (5, 6)]
+    assert structural(model, [1, 2]) == [] and structural(SimpleNamespace(tokenizer=None), [3]) == []
+
+
+def test_structural_tokens_stay(llama, ids, monkeypatch):
+    monkeypatch.setattr(module, "structural", lambda model, row: [(7, 9), (20, 21)])
+    made = compress(llama[0], ids[:1, :N], policy="random", keep=14, protect_window=4)
+    assert all({0, 7, 8, 20} <= set(held) for held in kept(made).values()) and bool((made.kept == 14).all())
+    free = compress(llama[0], ids[:1, :N], policy="random", keep=14, protect_window=4, pins_free=True)
+    assert bool((free.kept == 14 + 8).all())
+
+
+@pytest.mark.model
+def test_seen_and_unseen():
+    """A question that scoring may see is inside the cut; one that it must not see cannot move what is kept."""
+    lm = kvprobe.load("smollm2")
+    text, question = "The key of the red box is 4821. " * 6, "\nWhat is the key of the red box?"
+    unseen = compress(lm, text, policy="snapkv", window=8, keep=40, protect_window=8)
+    seen = compress(lm, text, question=question, policy="snapkv", window=8, keep=40, protect_window=8)
+    assert len(seen.prompts[0]) > len(unseen.prompts[0]) and seen.prompts[0][: len(unseen.prompts[0])] == unseen.prompts[0]
+    assert unseen.ask(question, max_new_tokens=4).texts[0] and seen.ask(max_new_tokens=4).texts[0]
+    assert kept(unseen) == kept(compress(lm, text, policy="snapkv", window=8, keep=40, protect_window=8))
+
+
+@pytest.mark.parametrize("bad, say", [
+    (dict(keep=4, protect_window=8), "cannot hold"), (dict(keep=None), "keep"), (dict(keep=10, keep_ratio=0.5), "not both"), (dict(keep=10, policy="nonsense"), "unknown"),
+    (dict(keep=10, policy="snapkv"), "window"), (dict(keep=10, question="?"), "texts"), (dict(keep=10, positions="x"), "positions")])
+def test_refused_before_any_work(llama, ids, bad, say, monkeypatch):
+    monkeypatch.setattr(llama[0].model, "forward", lambda *a, **k: pytest.fail("worked"))
+    with pytest.raises(ValueError, match=say):
+        compress(llama[0], ids[:1, :N], **(dict(policy="random", protect_window=4) | bad))
+
+
+def test_questions_are_checked(llama, ids):
+    made = compress(llama[0], ids[:2, :N], policy="random", keep=14, protect_window=4)
+    with pytest.raises(ValueError, match="3 questions for 2 prompts"):
+        made.ask(["a", "b", "c"])
