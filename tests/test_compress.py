@@ -137,7 +137,7 @@ def test_seen_and_unseen():
     unseen = compress(lm, text, policy="snapkv", window=8, keep=40, protect_window=8)
     seen = compress(lm, text, question=question, policy="snapkv", window=8, keep=40, protect_window=8)
     assert len(seen.prompts[0]) > len(unseen.prompts[0]) and seen.prompts[0][: len(unseen.prompts[0])] == unseen.prompts[0]
-    assert unseen.ask(question, max_new_tokens=4).texts[0] and seen.ask(max_new_tokens=4).texts[0]
+    assert len(unseen.ask(question, max_new_tokens=4, ignore_eos=True).tokens[0]) == len(seen.ask(max_new_tokens=4, ignore_eos=True).tokens[0]) == 4
     assert kept(unseen) == kept(compress(lm, text, policy="snapkv", window=8, keep=40, protect_window=8))
 
 
