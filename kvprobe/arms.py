@@ -34,11 +34,15 @@ class Arm:
 def split(text: str) -> list[str]:
     """ "a,b(x=1,y=2)" -> ["a", "b(x=1,y=2)"]; "all" stands for every installed policy and the shared draw."""
     parts = [p.strip() for p in re.split(r",(?![^(]*\))", text) if p.strip()]
-    every = [*registry.names("policy"), "random(shared=True)"]
+    every = [*(n for n in registry.names("policy") if not _looks_ahead(n)), "random(shared=True)"]
     out = [name for part in parts for name in (every if part == "all" else [part])]
     if not out:
         raise ValueError(f"policies={text!r} names no policy; known: {', '.join(registry.names('policy'))}, or all")
     return list(dict.fromkeys(out))
+
+
+def _looks_ahead(name: str) -> bool:
+    return hasattr(registry.find("policy", name).POLICY, "looks_ahead")
 
 
 def policy_of(name: str, model=None):
@@ -76,6 +80,8 @@ def make(names: Iterable[str], protection: str, seeds: int, model=None, full: bo
     out = [Arm(FULL, None, False)] if full else []
     for name in names:
         policy = policy_of(name, model)
+        if getattr(policy, "looks_ahead", False):
+            raise ValueError(f"policy {name!r} looks ahead at the end of a prompt: it is none for rounds while text is written")
         for protect in {"with": [True], "without": [False], "both": [False, True]}[protection]:
             out += [Arm(name, policy, protect, draw) for draw in range(seeds if policy.needs.draws else 1)]
     return out

@@ -15,10 +15,11 @@ from kvprobe.types import CacheView, Needs, check_window
 
 @dataclass(frozen=True)
 class Future:
-    """What a look ahead gave: the continuations and their weights [b m]."""
+    """What a look ahead gave: the continuations, their weights [b m] and the signals behind them."""
 
     lookahead: object
     weights: Tensor
+    reliability: reliability.Reliability
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,16 @@ class POLICY:
 
     def weigh(self, found) -> Future:
         """A look ahead with this policy's reliability weights; it may have been sampled before, with as many continuations or more."""
-        found = found.first(self.m, min(self.t, found.t))
-        return Future(found, reliability.of(found, self.beta, self.gamma, self.lam_d, normalised=self.normalised, drop_worst=self.drop_worst))
+        found = found.first(self.m, self.t)
+        lengths = found.valid.sum(-1)
+        c, entropy, variance = (reliability.mean_over_steps(x, lengths) for x in (found.logq + found.entropy, found.entropy, found.variance))
+        signals = reliability.Reliability(c, entropy, variance, lengths, reliability.distances(found.queries.values(), lengths))
+        by = reliability.Weighting(self.beta, self.gamma, self.lam_d, self.normalised)
+        return Future(found, reliability.filtered(signals.weights(by), signals.score(by), self.drop_worst), signals)
 
     def score(self, view: CacheView) -> Tensor:
+        if self.looks_ahead and view.future is None:
+            raise ValueError("lore looks ahead from the whole prompt, which only kvprobe.compress lets it do; with m=0 it scores by the window alone, in any schedule")
         future = view.future if self.looks_ahead else None
         if future is not None and not isinstance(future, Future):
             future = self.weigh(future)
@@ -158,13 +165,23 @@ class POLICY:
         return self._grams[layer].to(device)
 
     def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor) -> Tensor:
-        """Budgets by eq. 11; with tau 0 what every head was given."""
-        return keep if self.tau == 0 else allocation.by_mass(score, keep, held, real, self.tau, self.eps)
+        """Budgets by eq. 11 over the entries that no pin holds; with tau 0 what every head was given."""
+        if self.tau == 0:
+            return keep
+        candidate, held = real & torch.isfinite(score), held.sum(-1)
+        free, out = (keep - held).sum(-1), held.clone()
+        for i, b in ((i, b) for i in range(score.shape[0]) for b in range(score.shape[1])):
+            out[i, b] += allocation.head_budgets(score[i, b].masked_fill(~candidate[i, b], 0.0), int(free[i, b]), self.tau, candidate[i, b], self.eps)
+        return out
 
     def select(self, view: CacheView, score: Tensor, keep: Tensor) -> Tensor:
         """Chunks, or the greedy diversity rule, as scores whose largest are what they keep."""
+        if self.chunk == 1 and not (self.lam_k or self.lam_v):
+            return score
+        held, candidate = score == torch.inf, view.real & torch.isfinite(score)
+        plain, count = score.masked_fill(~candidate, 0.0), keep - held.sum(-1)
         if self.chunk > 1:
-            return allocation.chunks(view, score, keep, self.chunk)
-        if self.lam_k or self.lam_v:
-            return allocation.diverse(view, score, keep, self.lam_k, self.lam_v)
-        return score
+            chosen = allocation.chunks(plain, count, self.chunk, candidate, view.positions)
+        else:
+            chosen = allocation.diverse(plain, count, view.keys, view.values, self.lam_k, self.lam_v, candidate, held)
+        return chosen.to(score.dtype).masked_fill(held, torch.inf)
