@@ -139,6 +139,7 @@ def filtered(weights: Tensor, score: Tensor, worst: int) -> Tensor:
     if not 0 <= worst < m:
         raise ValueError(f"worst={worst} of {m} continuations: at least one must be left")
     order = score.sort(dim=-1, descending=True, stable=True).indices
-    left = weights.masked_fill(torch.zeros_like(weights, dtype=torch.bool).scatter(-1, order[..., m - worst :], True), 0.0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / total, (left > 0).to(left.dtype))
+    left = torch.ones_like(weights).scatter(-1, order[..., m - worst :], 0.0)
+    weights = weights * left
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, left / left.sum(-1, keepdim=True))  # a weight that is 0 may be all that is left
