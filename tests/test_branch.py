@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import tiny
+
 import kvprobe
 from kvprobe import engine, registry
 from kvprobe.comparing import NEVER, Gather
@@ -55,7 +57,7 @@ def feed(lm, cache, text, *stops: int) -> list[torch.Tensor]:
 
 def bound(name: str, lm, options: dict | None = None):
     try:
-        return registry.make_policy(name, options, lm)
+        return registry.make_policy(name, options or {"lore": tiny.WINDOW_ONLY}.get(name), lm)
     except ValueError as error:
         pytest.skip(f"{name} cannot be bound: {error}")
 

@@ -6,7 +6,7 @@ import torch
 
 import kvprobe
 import tiny
-from kvprobe import compress, lookahead
+from kvprobe import compression, lookahead
 
 N, M, T = 23, 4, 5
 
@@ -14,7 +14,7 @@ N, M, T = 23, 4, 5
 @pytest.fixture(scope="module")
 def prompt(llama, ids):
     """A held cache of the whole prompt [2 N] and its last logits."""
-    made = compress.compress(llama[0], ids[:2, :N], policy="random", keep=1000)
+    made = compression.compress(llama[0], ids[:2, :N], policy="random", keep=1000)
     return made.cache, made.logits
 
 
@@ -64,7 +64,7 @@ def test_prefixes_are_nested(llama, prompt, future):
 
 
 def test_a_row_ignores_its_neighbours(llama, ids, future):
-    alone = compress.compress(llama[0], ids[1:2, :N], policy="random", keep=1000, instances=[1])
+    alone = compression.compress(llama[0], ids[1:2, :N], policy="random", keep=1000, instances=[1])
     one = lookahead.sample(llama[0], alone.cache, alone.logits, M, T, seed=3)
     assert torch.equal(one.tokens[0], future.tokens[1])
 
@@ -72,9 +72,9 @@ def test_a_row_ignores_its_neighbours(llama, ids, future):
 def test_padded_prompts(llama, ids):
     """Prompts of unequal length look ahead as alone."""
     rows = [ids[0, :N].tolist(), ids[1, : N - 7].tolist()]
-    made = compress.compress(llama[0], rows, policy="random", keep=1000)
+    made = compression.compress(llama[0], rows, policy="random", keep=1000)
     both = lookahead.sample(llama[0], made.cache, made.logits, 3, T, seed=1)
-    single = compress.compress(llama[0], [rows[1]], policy="random", keep=1000, instances=[1])
+    single = compression.compress(llama[0], [rows[1]], policy="random", keep=1000, instances=[1])
     one = lookahead.sample(llama[0], single.cache, single.logits, 3, T, seed=1)
     assert torch.equal(one.tokens[0], both.tokens[1])
     assert all(torch.allclose(one.queries[i][0], both.queries[i][1], atol=1e-10) for i in one.queries)
@@ -136,7 +136,7 @@ def test_refused(llama, prompt, bad):
 def test_hybrids_copy_every_layer(kind, ids):
     """Sliding and linear layers look ahead on copies too."""
     model, stock = tiny.pair(kind)
-    made = compress.compress(model, ids[:1, :N], policy="random", keep=1000)
+    made = compression.compress(model, ids[:1, :N], policy="random", keep=1000)
     found = lookahead.sample(model, made.cache, made.logits, 2, T, seed=5)
     for m in range(2):
         with torch.no_grad():

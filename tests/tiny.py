@@ -18,6 +18,8 @@ LINEAR = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attent
               linear_key_head_dim=8, linear_value_head_dim=8)
 SHARED = dict(sliding_window=8, num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=1,
               global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY)
+WINDOW_ONLY = dict(m=0, window=4)
+"""Options of `lore` outside kvprobe.compress, where nothing can be looked ahead at."""
 KINDS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),

@@ -7,8 +7,8 @@ import torch
 
 import kvprobe
 import tiny
-from kvprobe import compress as module
-from kvprobe.compress import compress, structural
+from kvprobe import compression as module
+from kvprobe.compression import compress, structural
 
 N = 40
 
