@@ -16,6 +16,7 @@ USAGE = """usage: kvprobe COMMAND ...
   rerun MANIFEST --out DIR     run again what a manifest describes and compare the rows
   audit DIR                    replay a run on the full cache with per-head masks and compare log p
   simulate [--FIELD VALUE ...] keep-sets of a policy that needs no model, at the papers' sizes
+  memory --model M --context N bytes of a model's cache by kind of layer, from its config alone
   calibrate POLICY --out FILE  statistics of a model that a policy scores by
   traces --out FILE            write filler text with a model
   --version
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"kvprobe {__version__}")
         return 0
-    commands = {"run": _run, "list": _list, "show": _show, "figure": _figure, "rerun": _rerun, "audit": _audit, "simulate": _simulate, "calibrate": _calibrate, "traces": _traces}
+    commands = {"run": _run, "list": _list, "show": _show, "figure": _figure, "rerun": _rerun, "audit": _audit, "simulate": _simulate, "memory": _memory, "calibrate": _calibrate, "traces": _traces}
     if argv[0] not in commands:
         print(f"kvprobe: command {argv[0]!r} is unknown\n\n{USAGE}", file=sys.stderr)
         return 1
@@ -258,6 +259,13 @@ def _simulate(argv: list[str]) -> int:
     from .simulate import Settings, command
 
     print(command(_parse(Settings, argv, "simulate", "What a policy that reads positions and draws only keeps, without a model (Random Attention app. D).")))
+    return 0
+
+
+def _memory(argv: list[str]) -> int:
+    from .memory import Settings, command
+
+    print(command(_parse(Settings, argv, "memory", "Bytes of a model's cache by kind of layer, whole and compressed, from its config alone (methods R5).")))
     return 0
 
 
