@@ -73,6 +73,7 @@ GROUPS = {"mean": lambda x: x.mean(2), "sum": lambda x: x.sum(2), "max": lambda 
 def tiling(request, monkeypatch):
     if request.param != "one tile":
         monkeypatch.setitem(deletion.BLOCK, "cpu", 1)
+        monkeypatch.setattr(deletion, "STRIP", 4)
     if request.param == "tiles made twice":
         monkeypatch.setattr(deletion, "HELD_BYTES", 0)
 
