@@ -14,7 +14,7 @@ USAGE = """usage: kvprobe COMMAND ...
   show DIR                     print a run's table and checks
   figure NAME DIR              draw a figure of a run again
   rerun MANIFEST --out DIR     run again what a manifest describes and compare the rows
-  audit DIR                    replay a run on the full cache with per-head masks and compare log p
+  audit DIR                    replay a planted_fact run on the full cache with per-head masks and compare log p
   simulate [--FIELD VALUE ...] keep-sets of a policy that needs no model, at the papers' sizes
   memory --model M --context N bytes of a model's cache by kind of layer, from its config alone
   calibrate POLICY --out FILE  statistics of a model that a policy scores by

@@ -136,6 +136,9 @@ class Comparing:
         names = arm_module.split(config.policies)
         self.arms = list(arms) if arms is not None else arm_module.make(names, config.protection, config.eviction_seeds, model)
         self.rotate = api.rotation(model, config.positions)
+        for arm in self.arms:
+            if hasattr(arm.policy, "check"):
+                arm.policy.check(self.plan)
         self._check()
         cuts = [range(i, min(i + config.batch_size, len(self.stories))) for i in range(0, len(self.stories), config.batch_size)]
         self.batches = [(arm, cut) for cut in cuts for arm in self.arms]
@@ -196,8 +199,20 @@ class Comparing:
         arm, cut = self.batches[batch]
         stories = [self.stories[i] for i in cut]
         log, answers = self.simulate(arm, stories) if self.simulates(arm) else self.run(arm, cut, stories, tick)
+        if arm.evicts:
+            self._equal(arm, log)
         out = [self.base(arm, s) | row for k, s in enumerate(stories) for row in self.rows_of(arm, s, k, log, answers)]
         return out, log if arm.evicts else None, [[s.instance, arm.label, arm.draw] for s in stories]
+
+    def _equal(self, arm: Arm, log) -> None:
+        """Every arm holds the same number of entries at its policy's own level; an arm that does not is no part of a comparison."""
+        axes = {"head": (), "layer": (1,), "model": (0, 1)}.get(getattr(arm.policy, "level", "head"))
+        for k in range(len(log.length)):
+            for n in {log.rounds(k) - 1} - {-1}:
+                counts = log.held(k, n).sum(-1)
+                want = np.full_like(counts, self.plan.keep + self.plan.buffer)
+                if axes is None or (counts.sum(axes) != want.sum(axes)).any():
+                    raise ValueError(f"arm {arm.label} holds {counts.min()}..{counts.max()} entries per head after its last round, the others {want.flat[0]}: budgets of a comparison must be equal")
 
     def base(self, arm: Arm, story: Story) -> dict:
         return dict(policy=arm.name, protect=arm.protect, draw=arm.draw, instance=story.instance)

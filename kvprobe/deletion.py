@@ -299,25 +299,24 @@ class _Part:
         """
         asks, top = self._asks(), self._of_top()
         by = (by if self.sees is None else by * self.sees).expand_as(top)
-        asks, lower = (by if asks is None else asks * by).mT, self._lower()
-        score = torch.cat([self._sum(asks @ factor, tile.values, lower) for tile, factor in self._factors()], -1)
+        asks, lower, d = by if asks is None else asks * by, self._lower(), self.values.shape[-1]
+        along, others = asks[..., :d].contiguous().mT, asks[..., d:].mT  # apart, because a product of d + 1 + g rows takes longer than both
+        score = torch.cat([self._sum(along @ factor, others @ factor, tile.values, lower) for tile, factor in self._factors()], -1)
         score.scatter_add_(-1, self.whole.slot.squeeze(-1), (top * by).squeeze(-1))
         return score.clamp_(min=0.0) if self.cost.norms else score
 
-    def _sum(self, sums: Tensor, own: Tensor, lower: list[Tensor]) -> Tensor:
-        """[k t] from sums over queries [k c t] of factors times `asks`: their products with the values and their squares."""
-        d = self.values.shape[-1]
+    def _sum(self, along: Tensor, others: Tensor, own: Tensor, lower: list[Tensor]) -> Tensor:
+        """[k t] from sums over queries of factors times `asks`, along [k d t] and others [k 1+g t]: their products with values and squares."""
         if self.cost.objective == "attention":
-            return sums.squeeze(1)
-        along = sums[:, :d]
+            return along.squeeze(1)
         if self.cost.norms:
-            by_head = (own.unsqueeze(2) * sums[:, None, d + 1 :]).flatten(1, 2)
+            by_head = (own.unsqueeze(2) * others[:, None, 1:]).flatten(1, 2)
             for i, rows in enumerate(lower):
                 along[:, i * STRIP : (i + 1) * STRIP].baddbmm_(rows, by_head[:, : rows.shape[-1]])
             if not lower:
                 along += by_head
         score = along.mul_(own).sum(1)
-        return score + sums[:, d] if self.cost.norms else score
+        return score + others[:, 0] if self.cost.norms else score
 
     def _lower(self) -> list[Tensor]:
         """Strips of rows [k STRIP (j g)] of each head's Gram matrix, no further than its diagonal blocks, those left of them twice.

@@ -104,6 +104,8 @@ class EvictionCache(Rounds, DynamicCache):
         PinTable([self.common_pins, *(row_pins or ())], geometry, torch.device("cpu"))  # refuse bad sites now
         for row in row_pins or [()]:
             check_fits(self.common_pins + tuple(row), geometry, plan)
+        if hasattr(policy, "check"):
+            policy.check(plan)
         self.window = plan.buffer if policy.needs.window == -1 else policy.needs.window
         if policy.needs.window == -1 and not plan.buffer:
             raise ValueError(f"{policy} scores by the buffer's queries (window=-1), and there is no buffer at prompt end: name a window, e.g. window=32")
@@ -252,6 +254,8 @@ class EvictionCache(Rounds, DynamicCache):
 
     def _score_by(self, policy: Policy) -> None:
         """Take another policy over from what this cache's own made it gather."""
+        if hasattr(policy, "check"):
+            policy.check(self.plan)
         has, wants = self.policy, policy.needs
         window = self.plan.buffer if wants.window == -1 else wants.window
         own = getattr(policy, "observe", None)

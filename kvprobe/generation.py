@@ -120,6 +120,9 @@ def generate(model, prompt, *, policy="random", keep: int | None = None, buffer:
     sampler = Sampler(temperature, top_p, top_k, seed)
     prompts = _prompts(model, prompt, chat)
     numbers = _instances(instances, len(prompts))
+    if eviction_seed is not None and (not isinstance(eviction_seed, int) or isinstance(eviction_seed, bool)):
+        raise ValueError(f"eviction_seed={eviction_seed!r} must be a whole number")
+    _warn_of_processors(model)
     stops = Stops(stop, () if ignore_eos else _eos(model), _vocabulary(model), model.tokenizer is not None)
     hear = _hearing(stream, len(prompts), model)
     if policy is None or policy == "full":
@@ -347,6 +350,19 @@ def _check_held(cache: EvictionCache, prompts: list[list[int]]) -> None:
         if n > plan.keep and not plan.pins_free:
             raise ValueError(f"keep={plan.keep} cannot hold the protected prompt {b} of {n} tokens: give keep={n} or more, or protect_prompt=False")
         check_fits((*pins, SpanPin(0, n)), cache.geometry, plan)
+
+
+PROCESSORS = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_length": 0, "min_new_tokens": 0, "bad_words_ids": None,
+              "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None, "sequence_bias": None}
+"""Fields of a generation config that change logits in transformers' generate, with what leaves them alone."""
+
+
+def _warn_of_processors(model: Model) -> None:
+    """Text here is the model's own distribution: a config that transformers would bend it by is named."""
+    config = getattr(model.model, "generation_config", None)
+    bent = [f"{name}={getattr(config, name)!r}" for name, neutral in PROCESSORS.items() if getattr(config, name, None) not in (None, neutral)]
+    if bent:
+        warnings.warn(f"the model's generation config asks for {', '.join(bent)}, which kvprobe.generate does not apply: transformers' generate would write another text", stacklevel=3)
 
 
 TINY = 16

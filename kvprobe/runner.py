@@ -150,6 +150,7 @@ def _resume_finished(folder: RunFolder, say) -> Run:
     finally:
         folder.close()
     if whole:
+        _same_policies(folder)
         say(f"already finished: {folder.path}")
         return Run(folder.path, rows, folder.manifest)
     folder.manifest["status"] = "running"
@@ -157,6 +158,16 @@ def _resume_finished(folder: RunFolder, say) -> Run:
     module = registry.find("probe", probe)
     given = {k: v for k, v in folder.settings.items() if k not in ("probe", "preset")}
     return _compute(module, config_of(module, given), folder, True, say)
+
+
+def _same_policies(folder: RunFolder) -> None:
+    """Refuse to pass off a finished run as current whose policy files have changed since."""
+    policies = folder.manifest.get("policies") or {}
+    if "policy" in folder.manifest:
+        policies = {folder.manifest["policy"]["name"]: folder.manifest["policy"]}
+    for name, entry in policies.items():
+        if "sha256" in entry and registry.source_hash("policy", name.split("(")[0].strip()) != entry["sha256"]:
+            raise ValueError(f"{folder.path} was finished with another version of policy {name!r}: choose another --out, or `kvprobe show` it as it is")
 
 
 def _compute(module, config, folder: RunFolder, progress: bool, say) -> Run:

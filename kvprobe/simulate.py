@@ -154,6 +154,8 @@ def command(settings: Settings) -> str:
     import pandas as pd
     from tqdm import tqdm
 
+    if settings.out:
+        _check_out(Path(settings.out), settings)
     with tqdm(total=settings.tokens, unit="tok", unit_scale=True, desc="simulate") as bar:
         rows = simulate(settings, bar.update)
     frame = pd.DataFrame(rows)
@@ -169,8 +171,6 @@ def _write(out: Path, settings: Settings, rows: list[dict]) -> list[Path]:
     from . import __version__
     from .results import write_atomically
 
-    if out.exists() and any(out.iterdir()) and not (out / "manifest.json").exists():
-        raise ValueError(f"{out} holds something else than a simulation: choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     manifest = {"settings": {"command": "simulate"} | dataclasses.asdict(settings), "policy_sha256": registry.source_hash("policy", settings.policy.split("(")[0]),
                 "versions": {"kvprobe": __version__, "torch": torch.__version__, "numpy": np.__version__}}
@@ -180,6 +180,20 @@ def _write(out: Path, settings: Settings, rows: list[dict]) -> list[Path]:
     for suffix in (".png", ".pdf"):
         figure.savefig(out / f"survival{suffix}", dpi=160)
     return [out / "rows.jsonl", out / "manifest.json", out / "survival.png"]
+
+
+def _check_out(out: Path, settings: Settings) -> None:
+    mine = {"command": "simulate"} | dataclasses.asdict(settings) | {"out": str(out)}
+    if out.exists() and any(out.iterdir()) and _made_by(out) != mine:
+        raise ValueError(f"{out} holds something else than this simulation: choose another --out")
+
+
+def _made_by(out: Path) -> dict | None:
+    """The settings of a folder's manifest, None where there is none to read."""
+    try:
+        return json.loads((out / "manifest.json").read_text(encoding="utf-8"))["settings"] | {"out": str(out)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def draw(rows: list[dict], settings: Settings):

@@ -55,7 +55,9 @@ def bootstrap(statistic: Callable, *samples: np.ndarray, seed: int, replicates: 
     samples: arrays [n], paired; statistic(*samples, axis) reduces the last axis. clusters: labels [n]; without them every
     sample is its own cluster. Clusters of unequal sizes cost one call of the statistic per replicate.
     """
-    samples = tuple(map(np.asarray, samples))
+    samples = tuple(map(_numbers, samples))
+    if len({len(s) for s in samples}) > 1:
+        raise ValueError(f"paired samples differ in number: {[len(s) for s in samples]}")
     n = len(samples[0]) if clusters is None else _codes(clusters, len(samples[0]))[1]
     value = float(statistic(*samples, axis=-1))
     if n < 2:
@@ -79,7 +81,10 @@ def mean(sample: np.ndarray, seed: int = 0, replicates: int = REPLICATES, cluste
 
 def difference(a: np.ndarray, b: np.ndarray, seed: int = 0, replicates: int = REPLICATES, clusters: Sequence | None = None) -> Estimate:
     """Mean of a - b, paired by sample."""
-    return mean(np.asarray(a, dtype=float) - np.asarray(b, dtype=float), seed, replicates, clusters)
+    a, b = np.asarray(a, dtype=float), np.asarray(b, dtype=float)
+    if a.shape != b.shape:
+        raise ValueError(f"paired samples differ in number: {list(a.shape)} and {list(b.shape)}")
+    return mean(a - b, seed, replicates, clusters)
 
 
 def ratio(top: np.ndarray, bottom: np.ndarray, seed: int = 0, replicates: int = REPLICATES, clusters: Sequence | None = None) -> Estimate:

@@ -68,6 +68,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.schedule not in ("rounds", "prompt_end"):
             raise ValueError(f"schedule {self.schedule!r} is unknown; known: 'rounds', 'prompt_end'")
+        for name in ("keep", "buffer"):
+            if not isinstance(getattr(self, name), int) or isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number of entries")
         if self.keep < 1:
             raise ValueError(f"keep={self.keep} must be at least 1 entry per KV head")
         if self.schedule == "rounds" and self.buffer < 1:
@@ -161,6 +164,7 @@ class Policy(Protocol):
     """A frozen dataclass whose fields are its hyper-parameters; exported by its file as POLICY.
 
     More methods, where a policy has them, are called:
+    check(plan), before any work: raises ValueError for a plan that the policy cannot follow;
     bind(model) -> Policy, when a cache is made: with what the policy needs to know of the model (weights, calibration);
     observe(attention [b hkv g n s], query_positions [b n], key_positions [b hkv s], columns) -> columns, after each
     forward, a block of queries at a time: state per entry [b hkv s ...] that moves with it (a query or key of

@@ -40,6 +40,8 @@ class CONFIG(COMMON):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.keep != CONFIG.keep:
+            raise ValueError(f"keep={self.keep}: the blocks probe runs at several budgets, name them with keeps")
         if self.policies != "random" or self.protection != "without":
             raise ValueError("the blocks probe compares random eviction with itself: policies=random, protection=without")
         for keep in self.numbers("keeps"):

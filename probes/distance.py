@@ -121,7 +121,7 @@ class Session(Comparing):
     def __init__(self, config: CONFIG, model, by_factor: list[list[Story]]):
         self.by_factor = dict(zip(config.stated, by_factor))
         plain = make(split(config.policies), config.protection, config.eviction_seeds, model, full=False)
-        ends = make(["random"], "without", 1, model, full=False)
+        ends = make(["random"], config.protection, 1, model, full=False)
         arms = [FactorArm(**vars(a), factor=f, end=e) for f in config.stated for e, some in [("", plain), *((end, ends) for end in ENDS)] for a in some]
         for some in by_factor:  # each factor's scripts are checked like any probe's
             super().__init__(config, model, some, arms)

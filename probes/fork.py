@@ -137,8 +137,6 @@ class Session(Comparing):
 
     def _mend(self, arm: Arm, story: Story, ids, fork: int, log, k: int, before: float, tick) -> list[dict]:
         """Pin one range at a time, in every site and inside K, and force the text up to the fork again."""
-        import torch
-
         from kvprobe import engine
         from kvprobe.pins import SpanPin
 
@@ -200,7 +198,9 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
         paired = stats.difference(*(gain[k].reindex(gain["evicted"].index).to_numpy() for k in ("evicted", "random")), seed) if len(gain["evicted"]) else None
         found = dict(forked=of("forked"), fork=of("fork"), logp=of("logp"), logp_full=of("logp_full"), evicted=gain["evicted"], random=gain["random"],
                      mended_evicted=of("mended", "evicted"), mended_random=of("mended", "random"), lost_evicted=of("lost", "evicted"), lost_random=of("lost", "random"))
-        line = dict(policy=policy, n=part.instance.nunique(), seed_sd=_sd(part[part.metric == "fork"].groupby("draw").value.mean()))
+        forks = part[part.metric == "fork"]
+        same = forks.groupby("draw").instance.apply(frozenset).nunique() == 1  # means over other texts are no spread over seeds
+        line = dict(policy=policy, n=part.instance.nunique(), n_forked=forks.instance.nunique(), seed_sd=_sd(forks.groupby("draw").value.mean()) if same else None)
         for name, values in found.items():
             e = stats.mean(values.to_numpy(), seed) if len(values) else stats.Estimate(None, None, None, 0)
             line |= {name: e.value, f"{name}_low": e.low, f"{name}_high": e.high}
@@ -221,6 +221,6 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
         return stats.Estimate(*(None if pd.isna(v) else float(v) for v in (r[key], r[f"{key}_low"], r[f"{key}_high"])), r.n).text(digits)
 
     s = summary(rows, manifest)
-    return pd.DataFrame([{"policy": r.policy, "n": r.n, "forked": text(r, "forked"), "fork at [tokens]": text(r, "fork", 0), "seed sd": "-" if pd.isna(r.seed_sd) else f"{r.seed_sd:.0f}",
+    return pd.DataFrame([{"policy": r.policy, "n": r.n, "forked": text(r, "forked"), "texts that forked": r.n_forked, "of those: fork at [tokens]": text(r, "fork", 0), "seed sd": "-" if pd.isna(r.seed_sd) else f"{r.seed_sd:.0f}",
                           "log p there [nats]": text(r, "logp"), "full cache": text(r, "logp_full"), "gain, evicted range": text(r, "evicted"), "gain, random range": text(r, "random"),
                           "difference": text(r, "contrast"), "mended, evicted": text(r, "mended_evicted"), "random": text(r, "mended_random")} for _, r in s.iterrows()])

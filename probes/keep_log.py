@@ -14,8 +14,9 @@ from kvprobe.comparing import COMMON, Comparing, Story
 if TYPE_CHECKING:
     import pandas as pd
 
-METRICS = {"slot_coverage": "slot coverage", "position_coverage": "position coverage", "decorrelation": "decorrelation", "prompt_union": "prompt survival, any head",
-           "prompt_head": "prompt survival, per head"}
+METRICS = {"slot_coverage": "slot coverage", "position_coverage": "position coverage", "decorrelation": "decorrelation", "prompt_union": "prompt held, any head",
+           "prompt_head": "prompt held, per head"}
+"""Means over all rounds of a run; the prompt's share after the last round is in the protection probe."""
 BANDS = 16
 """Age bands of equal width up to the oldest."""
 

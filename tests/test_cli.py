@@ -86,10 +86,10 @@ class POLICY:
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["run", "planted_facts"], "known: planted_fact"),
+    (["run", "planted_facts"], "known: blocks, distance, fork, keep_log, passcode, planted_fact"),
     (["run", "planted_fact", "--preset", "huge"], "smoke, demo, paper"),
     (["run", "planted_fact", *SMOKE, "--polcy", "x"], "--policy"),
-    (["run", "planted_fact", *SMOKE, "--policy", "nope"], "known: h2o"),
+    (["run", "planted_fact", *SMOKE, "--policy", "nope"], "known: caote, h2o"),
     (["run", "planted_fact", *SMOKE, "--policy", "snapkv", "--policy.block", "2"], "its options are: window"),
     (["run", "planted_fact", *SMOKE, "--policy.block", "0"], "at least 1"),
     (["run", "planted_fact", *SMOKE, "--keep", "32", "--keep-ratio", "0.5"], "not both"),

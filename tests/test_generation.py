@@ -430,3 +430,10 @@ def test_a_tiny_budget_without_protection_is_warned_of(llama, ids):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kvprobe.generate(model, ids[:1, :20], policy="recency", keep=8, buffer=2, protect_prompt=False, pins=[kvprobe.SinkPin(4)], max_new_tokens=2)
+
+
+def test_a_config_that_bends_logits_is_named(ids):
+    model, _ = tiny.pair("llama")
+    model.model.generation_config.repetition_penalty = 1.3
+    with pytest.warns(UserWarning, match="repetition_penalty=1.3"):
+        kvprobe.generate(model, ids[:1, :8], policy=None, max_new_tokens=2)

@@ -16,7 +16,7 @@ def test_it_runs_and_shows_its_figures(path, tmp_path, monkeypatch):
     monkeypatch.setenv("KVPROBE_MODEL", "tiny")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(path, 4)
-    NotebookClient(notebook, timeout=180, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = [o for c in notebook.cells if c.cell_type == "code" for o in c.outputs if "image/png" in o.get("data", {})]
     assert len(shown) >= 2
 

@@ -152,3 +152,19 @@ def test_the_papers_size_takes_seconds():
     log = simulate.keep_log(36, 8, Plan(960, 64), make_policy("random"), tokens=3200)
     assert time.process_time() - start < 20
     assert log.rounds(0) == (3200 - 1088) // 64 + 1 and int((log.died != ALIVE).sum()) == 36 * 8 * 64 * log.rounds(0)
+
+
+def test_another_folder_is_not_overwritten(tmp_path):
+    """A probe's run, or another simulation, is left as it is."""
+    from kvprobe.simulate import Settings, command
+
+    small = dict(keep=8, buffer=2, layers=1, heads=2, tokens=40)
+    (tmp_path / "manifest.json").write_text('{"settings": {"probe": "keep_log"}}')
+    (tmp_path / "rows.jsonl").write_text("rows")
+    with pytest.raises(ValueError, match="something else"):
+        command(Settings(**small, out=str(tmp_path)))
+    assert (tmp_path / "rows.jsonl").read_text() == "rows"
+    first = Settings(**small, out=str(tmp_path / "new"))
+    assert command(first) == command(first)
+    with pytest.raises(ValueError, match="something else"):
+        command(Settings(**small, seed=1, out=str(tmp_path / "new")))

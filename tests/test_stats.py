@@ -275,3 +275,9 @@ def test_bad_input_is_refused(change, roles, message):
 
 def test_it_is_reached_from_the_package():
     assert kvprobe.stats is stats and "stats" in dir(kvprobe)
+
+
+def test_what_cannot_be_averaged_is_refused():
+    for bad in (lambda: stats.mean([1, float("nan"), 3]), lambda: stats.mean([]), lambda: stats.difference([1, 2, 3], [1]), lambda: stats.mean([[1.0, 2.0]])):
+        with pytest.raises(ValueError, match="finite numbers|differ in number"):
+            bad()

@@ -504,7 +504,7 @@ def test_a_damaged_file_in_the_cache_folder_is_made_again(small, tmp_path, how):
         other.config.rope_parameters = other.config.rope_parameters | dict(rope_theta=500000.0)
         other.model.rotary_emb = type(other.model.rotary_emb)(other.config)
         calibration.automatic(kvprobe.prepare(other, tokenizer, "tiny"))
-        assert list(tmp_path.iterdir()) == [path]
+        assert len(list(tmp_path.iterdir())) == 2, "the same weights that turn otherwise have a file of their own"
     else:
         damaged(path, how)
     again = calibration.automatic(small)

@@ -235,9 +235,8 @@ def test_options_that_cannot_be_are_refused(llama, options, says):
 
 
 def test_a_large_set_beyond_the_budget_is_refused(llama, ids):
-    cache = kvprobe.cache(llama[0], policy="vase", keep=KEEP, buffer=BUFFER, n_large=KEEP + 1)
     with pytest.raises(ValueError, match=f"n_large={KEEP + 1} is larger than keep={KEEP}"):
-        feed(llama[0], cache, ids[:1, :18])
+        kvprobe.cache(llama[0], policy="vase", keep=KEEP, buffer=BUFFER, n_large=KEEP + 1)
 
 
 def test_with_nothing_but_a_budget_and_with_nothing(llama, ids):

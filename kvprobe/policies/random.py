@@ -25,11 +25,14 @@ class POLICY:
         if self.block < 1:
             raise ValueError(f"block={self.block} must be at least 1 token")
 
+    def check(self, plan) -> None:
+        """Raise ValueError for a plan under which no head could hold one block."""
+        if self.block > plan.keep:
+            raise ValueError(f"block={self.block} is larger than keep={plan.keep}: no head could hold one block")
+
     def score(self, view: CacheView) -> Tensor:
         if self.block == 1:
             return view.rand(shared=self.shared)
-        if self.block > view.keep:
-            raise ValueError(f"block={self.block} is larger than keep={view.keep}: no head could hold one block")
         block = view.positions.div(self.block, rounding_mode="floor").cummax(-1).values  # an empty slot counts to the block before it
         return torch.where(self._begun(view, block), -1.0, view.rand(shared=self.shared, counters=block))
 

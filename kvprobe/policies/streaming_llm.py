@@ -19,6 +19,10 @@ class POLICY:
 
     needs = Needs(states=False)
 
+    def __post_init__(self) -> None:
+        if self.n_sink < 0:
+            raise ValueError(f"n_sink={self.n_sink} must be at least 0")
+
     def score(self, view: CacheView) -> Tensor:
         score = view.positions.to(wide(view.keys.dtype))
         # above every position, and still in order among themselves should keep be smaller than n_sink

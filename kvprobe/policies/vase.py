@@ -39,9 +39,12 @@ class POLICY:
     def needs(self) -> Needs:
         return Needs(window=self.window, draws=True)
 
+    def check(self, plan) -> None:
+        """Raise ValueError for a large set that would not fit."""
+        if self.n_large > plan.keep:
+            raise ValueError(f"n_large={self.n_large} is larger than keep={plan.keep}")
+
     def score(self, view: CacheView) -> Tensor:
-        if self.n_large > view.keep:
-            raise ValueError(f"n_large={self.n_large} is larger than keep={view.keep}")
         rank = self._rank(view)
         n_large = min((view.keep + view.buffer) // 4 if self.n_large < 0 else self.n_large, view.keep)
         p = scores.window_importance(view, self.kernel).double()
