@@ -302,8 +302,8 @@ class Comparing:
     # -- what a probe gives -----------------------------------------------------------------------------------------
 
     def rows_of(self, arm: Arm, story: Story, k: int, log, answers: Sequence[Answer]) -> list[dict]:
-        """Rows (metric, value, unit, ...) of row k of the batch."""
-        raise NotImplementedError
+        """Rows (metric, value, unit, ...) of row k of the batch; not needed where a probe has a `compute` of its own, as fork has."""
+        raise NotImplementedError(f"{type(self).__module__} gives no rows: its session needs rows_of, or a compute of its own")
 
 
 def answer_rows(story: Story, k: int, answer: Answer) -> list[dict]:
