@@ -62,12 +62,14 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Engine:
-    """What a policy's `queries(engine)` may use: the model, the held cache of the whole prompt (branch it), its last logits, a seed."""
+    """What a policy's `queries(engine)` may use: the model, the held cache of the whole prompt (branch it), its last logits, a seed,
+    and the ids of each row."""
 
     model: Model
     cache: EvictionCache
     logits: Tensor
     seed: int
+    prompts: tuple[tuple[int, ...], ...] = ()
 
 
 def structural(model: Model, ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -125,7 +127,7 @@ def _run(model: Model, cache: EvictionCache, policy, rows, seed: int, future) ->
     logits = model.model(input_ids=ids, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
     clock.end("prefill")
     if future is None and callable(getattr(policy, "queries", None)) and cache.surplus_due():  # snapkv has a field of that name
-        future = policy.queries(Engine(model, cache, logits, seed))
+        future = policy.queries(Engine(model, cache, logits, seed, tuple(map(tuple, rows))))
         clock.end("lookahead")
     cache.evict_now(future)
     clock.end("eviction")
