@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,14 +18,18 @@ from .models import Model, prepare
 from .pins import Pin, SinkPin, SpanPin, WindowPin
 from .types import Plan
 
+WINDOW = 32
+"""Queries that vote at prompt end where a policy speaks of the buffer's and no window is protected [tokens]."""
+
 
 @dataclass(frozen=True)
 class Compressed:
     """A prompt behind a compressed cache.
 
     prompts: ids of each row; the cut is their end: what was scored saw nothing beyond it. logits [b vocabulary]: of the
-    prompt's last token, from the full cache. future: what the policy looked ahead at (None without). seconds: by stage.
-    kept [l b hkv]: entries per site. `cache` is at the prompt's end: branch it (`ask` does) to ask several questions.
+    prompt's last token, from the full cache. future: what the policy looked ahead at (None without). seconds: by stage, prefill,
+    lookahead, scoring and gather as far as they took place, decode for all that was asked. kept [l b hkv]: entries per site.
+    `cache` is at the prompt's end: branch it (`ask` does) to ask several questions.
     """
 
     model: Model
@@ -57,7 +62,11 @@ class Compressed:
         asked = [[] if not q else list(self.model.tokenizer(q, add_special_tokens=False).input_ids) for q in questions]
         if len({len(a) for a in asked}) > 1:
             raise ValueError(f"the questions take {sorted({len(a) for a in asked})} tokens: questions asked together must have one length")
-        return generation.go_on(self, asked, max_new_tokens=max_new_tokens, sampling=(temperature, top_p, top_k, seed), stop=stop, ignore_eos=ignore_eos)
+        clock = Stages(self.model)
+        out = generation.go_on(self, asked, max_new_tokens=max_new_tokens, sampling=(temperature, top_p, top_k, seed), stop=stop, ignore_eos=ignore_eos)
+        clock.end("decode")
+        self.seconds["decode"] = self.seconds.get("decode", 0.0) + clock.seconds["decode"]
+        return out
 
 
 @dataclass(frozen=True)
@@ -92,19 +101,26 @@ def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_rati
     prompt: a text, a list of texts, ids, or a list of id lists; lengths may differ. question: text that scoring may see: it is
     put behind the prompt before the cut. Questions that it must not see are asked of the result. keep_ratio: of the longest
     prompt. n_sink, protect_window, protect_structural: first positions, newest positions and structural tokens that stay
-    (protocols 5). future: a look ahead made before, instead of the policy's own. Raises ValueError for bad input before any work.
+    (protocols 5); the window's queries vote where a policy speaks of the buffer's (window=-1). future: a look ahead made before, instead of the policy's own. Raises ValueError for bad input before any work.
     """
     model = model if isinstance(model, Model) else prepare(model)
     given = _seen(prompt, question)
     rows = generation._prompts(model, given, chat)
     generation._check_length(model, rows, 1, endless=False)
     plan = Plan(Plan.resolve_keep(keep, keep_ratio, max(map(len, rows))), 0, pins_free, "prompt_end")
-    chosen = registry.make_policy(policy, policy_options, model)
+    chosen = registry.make_policy(_at_prompt_end(registry.make_policy(policy, policy_options), protect_window), None, model)
     common = tuple(pins) + ((SinkPin(n_sink),) if n_sink else ()) + ((WindowPin(protect_window),) if protect_window else ())
     row_pins = [tuple(SpanPin(a, z, elsewhere="free") for a, z in structural(model, row)) if protect_structural else () for row in rows]
     cache = EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins,
                           instances=generation._instances(instances, len(rows)), seed=seed, rotate=rotation(model, positions))
     return _run(model, cache, chosen, rows, seed, future)
+
+
+def _at_prompt_end(policy, protect_window: int):
+    """The policy with the protected window's queries in place of the buffer's, which a prompt does not have."""
+    if policy.needs.window == -1 and getattr(policy, "window", None) == -1:
+        return dataclasses.replace(policy, window=protect_window or WINDOW)
+    return policy
 
 
 def _seen(prompt, question):
@@ -129,8 +145,7 @@ def _run(model: Model, cache: EvictionCache, policy, rows, seed: int, future) ->
     if future is None and callable(getattr(policy, "queries", None)) and cache.surplus_due():  # snapkv has a field of that name
         future = policy.queries(Engine(model, cache, logits, seed, tuple(map(tuple, rows))))
         clock.end("lookahead")
-    cache.evict_now(future)
-    clock.end("eviction")
+    cache.evict_now(future, on_stage=clock.end)
     return Compressed(model, cache, tuple(map(tuple, rows)), mask, logits, policy, future, clock.seconds)
 
 

@@ -29,6 +29,10 @@ from .rounds import Rounds
 from .types import Geometry, Plan, Policy
 
 
+def _quiet(stage: str) -> None:
+    """Nobody asks."""
+
+
 class EvictionLayer(DynamicLayer):
     """Keys and values [b hkv s d] of one layer; what they are of is known by the cache."""
 
@@ -128,7 +132,7 @@ class EvictionCache(Rounds, DynamicCache):
         self.closed = False  # prompt-time eviction is over
         self.holding = False  # rounds wait for `evict_now`
         self.future = None  # what the policy looked ahead at, for its score
-        self.spent: dict[str, float] = {}  # seconds of rounds by part
+        self.on_stage: Callable[[str], object] = _quiet  # told when a part of a round has ended
 
     # -- what transformers calls ------------------------------------------------------------------------------------
 
@@ -295,13 +299,15 @@ class EvictionCache(Rounds, DynamicCache):
         """Whether the round that `hold` keeps back will take anything."""
         return any(charged > self.plan.keep for charged in self._charged()) if self.plan.schedule == "prompt_end" else any(c >= self.plan.fires_at for c in self._charged())
 
-    def evict_now(self, future=None) -> None:
-        """Fire what has come due since `hold`. future: handed to the policy as `view.future`."""
+    def evict_now(self, future=None, on_stage: Callable[[str], object] | None = None) -> None:
+        """Fire what has come due since `hold`. future: handed to the policy as `view.future`. on_stage: told "scoring" and "gather" as each ends."""
         if self.step is None or not self.step.done:
             raise RuntimeError("nothing to evict from: no forward has finished on this cache")
-        self.holding, self.future = False, future
-        self._fire()
-        self.future = None
+        self.holding, self.future, self.on_stage = False, future, on_stage or _quiet
+        try:
+            self._fire()
+        finally:
+            self.future, self.on_stage = None, _quiet
 
     def pass_tokens(self, n: int, batch: int) -> None:
         """n tokens pass without a model: entries of head size 0, no attention. For policies that need neither."""

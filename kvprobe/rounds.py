@@ -14,10 +14,22 @@ class Rounds:
     """The part of EvictionCache that fires rounds; it reads and writes the cache's own state and is used by nothing else."""
 
     def _charged(self) -> list[int]:
-        """Per row the entries of its fullest KV head that count against the plan; pins on top of the budget do not."""
+        """Per row the entries that count against the plan (see `_fullest`); pins on top of the budget do not."""
         if not self.plan.pins_free:
             return self.most
-        return (self.count - self._held()).max(axis=(0, 2)).tolist()
+        return self._fullest(self.count - self._held())
+
+    @property
+    def level(self) -> str:
+        """At which level the policy's budgets are exact: "head", "layer", "model", or "own"."""
+        return getattr(self.policy, "level", "layer") if hasattr(self.policy, "allocate") else "head"
+
+    def _fullest(self, count: np.ndarray) -> list[int]:
+        """Of counts [l b hkv] per row what a plan's `keep` speaks of: the fullest KV head, or the mean over the heads (and layers) that share a budget."""
+        if self.level == "head":
+            return count.max(axis=(0, 2)).tolist()
+        mean = count.mean(2).max(0) if self.level == "layer" else count.mean((0, 2))
+        return np.ceil(mean - 1e-9).astype(int).tolist()
 
     def _held(self):
         boundary = [s - self.plan.buffer for s in self.seen]
@@ -74,7 +86,7 @@ class Rounds:
         score = score if score.dtype == torch.float64 else score.to(torch.float32)
         every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
         if hasattr(self.policy, "allocate") or hasattr(self.policy, "select"):
-            surplus, score = self._chosen(views, score, bias, every.expand_as(score), surplus)
+            surplus, score = self._chosen(views, score, bias, every.expand_as(score), surplus, due)
         on_device = torch.as_tensor(surplus, device=score.device)
         if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
             not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
@@ -82,22 +94,30 @@ class Rounds:
                                  on_device, every.expand_as(score), sites=f" (layers {list(self._rows)}, policy {self.policy})")
         same = int(surplus.flat[0]) if (surplus == surplus.flat[0]).all() else on_device
         gone = evict.evicted(score, same, real)
+        self.on_stage("scoring")
         self._compact(positions, gone, surplus, due)
+        self.on_stage("gather")
 
-    def _chosen(self, views, score: Tensor, bias: Tensor | None, real: Tensor, surplus: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    def _offered(self, have: np.ndarray) -> np.ndarray:
+        """[l b hkv]: candidates that each site is to keep before the policy shares them out; no more at its level than there are."""
+        target = np.broadcast_to(self.plan.keep + (self._held() if self.plan.pins_free else 0), have.shape)
+        axes = {"head": (), "layer": (2,)}.get(self.level, (0, 2))
+        return np.where(target.sum(axes, keepdims=True) > have.sum(axes, keepdims=True), have, target) if axes else np.minimum(have, target)
+
+    def _chosen(self, views, score: Tensor, bias: Tensor | None, real: Tensor, surplus: np.ndarray, due: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """Budgets per site and scores as the policy's own `allocate` and `select` make them; totals at the policy's level stay exact."""
         have = real.sum(-1).cpu().numpy()
         keep = have - surplus
         if hasattr(self.policy, "allocate"):
+            keep = np.where(due[None, :, None], self._offered(have), have)
             held = torch.zeros_like(real) if bias is None else (bias == torch.inf) & real
-            given = torch.as_tensor(keep, device=score.device)
-            got = self.policy.allocate(score, given, held, real).cpu().numpy()
-            axes = {"head": (), "layer": (2,), "model": (0, 2)}.get(getattr(self.policy, "level", "layer"))
+            got = self.policy.allocate(score, torch.as_tensor(keep, device=score.device), held, real).cpu().numpy()
+            axes = {"head": (), "layer": (2,), "model": (0, 2)}.get(self.level)
             if axes is not None and (got.sum(axes) != keep.sum(axes)).any():
-                raise ValueError(f"policy {self.policy} handed out {got.sum()} entries of {keep.sum()}: totals per {self.policy.level} must stay exact")
+                raise ValueError(f"policy {self.policy} handed out {got.sum()} entries of {keep.sum()}: totals per {self.level} must stay exact")
             if (got > have).any() or (got < held.sum(-1).cpu().numpy()).any():
                 raise ValueError(f"policy {self.policy} gave a head more entries than it has, or fewer than its pins hold")
-            keep = np.where(surplus.sum((0, 2), keepdims=True) > 0, got, keep)  # rows that are not due keep what they have
+            keep = np.where(due[None, :, None], got, keep)  # rows that are not due keep what they have
         if hasattr(self.policy, "select"):
             score = torch.stack([self.policy.select(view, s, torch.as_tensor(k, device=s.device)) for view, s, k in zip(views, score, keep)])
         return have - keep, score
@@ -155,7 +175,7 @@ class Rounds:
         if self.ragged:
             keep &= positions >= 0
         self.count = self.count - surplus
-        self.most = self.count.max(axis=(0, 2)).tolist()
+        self.most = self._fullest(self.count)
         width = int(self.count.max())
         if (self.count == width).all():
             slots, self.ragged = evict.slots_kept(keep, width), False
