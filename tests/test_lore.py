@@ -112,6 +112,36 @@ def test_chunks_stay_together(llama, ids):
         assert sum(a != b for a, b in zip(sizes, whole)) <= 1
 
 
+def test_chunks_are_the_best_by_the_mean_of_their_free_entries(llama, ids):
+    """Against a plain version: protected entries take no part, the last chunk is cut by the entries' own scores."""
+    c = made(llama, ids, chunk=4)
+    for i, layer in enumerate(c.cache.geometry.kv_layers):
+        score = brute(llama, ids, c, 0, layer)
+        for h in range(2):
+            free = list(range(1, N - W))
+            by_chunk = {j: [p for p in free if p // 4 == j] for j in {p // 4 for p in free}}
+            order = sorted(by_chunk, key=lambda j: -np.mean([score[h, p] for p in by_chunk[j]]))
+            want = [p for j in order for p in sorted(by_chunk[j], key=lambda p: -score[h, p])][: KEEP - W - 1]
+            assert sorted(want) == [p for p in kept(c)[layer, h] if p and p < N - W]
+
+
+def test_diversity_starts_from_the_protected_entries(llama, ids):
+    """Greedy picks against a plain version."""
+    c = made(llama, ids, lam_k=0.3, lam_v=0.2)
+    seen = kvprobe.capture(llama[0], ids[:1, :N])
+    for layer in c.cache.geometry.kv_layers:
+        score = brute(llama, ids, c, 0, layer)
+        for h in range(2):
+            k, v = (x[layer][0, h].numpy() / np.linalg.norm(x[layer][0, h].numpy(), axis=-1, keepdims=True) for x in (seen.k, seen.v))
+            free, picked = list(range(1, N - W)), [0, *range(N - W, N)]
+            best = max(score[h, p] for p in free)
+            for _ in range(KEEP - W - 1):
+                worth = {p: score[h, p] / best - 0.3 * max(k[p] @ k[j] for j in picked) - 0.2 * max(v[p] @ v[j] for j in picked) for p in free}
+                pick = max(worth, key=worth.get)
+                picked, free = [*picked, pick], [p for p in free if p != pick]
+            assert sorted(picked) == kept(c)[layer, h]
+
+
 def test_hard_filtering(llama, ids):
     c = made(llama, ids, drop_worst=1)
     assert bool(((c.future.weights == 0).sum(-1) == 1).all())
@@ -154,3 +184,16 @@ def test_only_compress_lets_it_look_ahead(llama, ids):
     with pytest.raises(ValueError, match="looks ahead"):
         arms.make(["lore"], "without", 1)
     assert arms.make(["lore(m=0)"], "without", 1)
+
+
+def test_budgets_follow_the_cost_of_what_is_not_protected(llama, ids):
+    """Eq. 11 with E_h over candidates only (protocols 8), the slots that rounding leaves to the best entries left out."""
+    c = made(llama, ids, tau=1.0)
+    for i, layer in enumerate(c.cache.geometry.kv_layers):
+        score = brute(llama, ids, c, 0, layer)[:, 1 : N - W]
+        free = 2 * (KEEP - W - 1)
+        energy = score.sum(-1) + 1e-6
+        budget = np.minimum(np.floor(free * energy / energy.sum()), score.shape[1]).astype(int)
+        left = sorted(((s, h) for h in range(2) for s in sorted(score[h])[: score.shape[1] - budget[h]]), reverse=True)[: free - budget.sum()]
+        want = [budget[h] + sum(g == h for _, g in left) + W + 1 for h in range(2)]
+        assert c.kept[i, 0].tolist() == want

@@ -168,7 +168,7 @@ class POLICY:
         """Budgets by eq. 11 over the entries that no pin holds; with tau 0 what every head was given."""
         if self.tau == 0:
             return keep
-        candidate, held = real & torch.isfinite(score), held.sum(-1)
+        candidate, held = real & ~held, held.sum(-1)
         free, out = (keep - held).sum(-1), held.clone()
         for i, b in ((i, b) for i in range(score.shape[0]) for b in range(score.shape[1])):
             out[i, b] += allocation.head_budgets(score[i, b].masked_fill(~candidate[i, b], 0.0), int(free[i, b]), self.tau, candidate[i, b], self.eps)
@@ -178,10 +178,11 @@ class POLICY:
         """Chunks, or the greedy diversity rule, as scores whose largest are what they keep."""
         if self.chunk == 1 and not (self.lam_k or self.lam_v):
             return score
-        held, candidate = score == torch.inf, view.real & torch.isfinite(score)
+        held = torch.zeros_like(view.real) if view.pinned is None else view.pinned & view.real
+        candidate = view.real & ~held
         plain, count = score.masked_fill(~candidate, 0.0), keep - held.sum(-1)
         if self.chunk > 1:
             chosen = allocation.chunks(plain, count, self.chunk, candidate, view.positions)
         else:
             chosen = allocation.diverse(plain, count, view.keys, view.values, self.lam_k, self.lam_v, candidate, held)
-        return chosen.to(score.dtype).masked_fill(held, torch.inf)
+        return chosen.to(score.dtype)
