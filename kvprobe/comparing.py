@@ -15,7 +15,7 @@ from . import arms as arm_module
 from . import registry
 from .arms import Arm
 from .pins import PromptPin, check_fits
-from .types import POSITIONS, Needs, Plan
+from .types import POSITIONS, Needs, Plan, watches
 
 NEVER = Plan(10**9, 1)
 """The plan of the full cache."""
@@ -179,7 +179,7 @@ class Comparing:
     def tokens(self, batch: int) -> int:
         """Model tokens of a batch, for the progress bar; what arms share is not counted."""
         arm, cut = self.batches[batch]
-        shared = 0 if hasattr(arm.policy, "observe") else self._shared_length(self.stories[0])
+        shared = 0 if watches(arm.policy) else self._shared_length(self.stories[0])
         return 0 if self.simulates(arm) else len(cut) * (len(self.stories[0].ids) - shared + sum(len(a.query) + len(a.value) for a in self.stories[0].asks))
 
     def facts(self) -> dict:
@@ -252,7 +252,7 @@ class Comparing:
         """A cache of the arm, fed as far as all arms are the same."""
         row_pins = [self.pins(arm, s) for s in stories]
         seed = eviction_seed(self.config.seed, arm.draw)
-        if hasattr(arm.policy, "observe"):  # watches every query in its own way: shares nothing
+        if watches(arm.policy):  # watches every query in its own way: shares nothing
             cache = self._empty(arm.policy, stories, seed, row_pins)
             self._feed(cache, ids, stories[0].prompt, tick)
             return cache
@@ -272,7 +272,7 @@ class Comparing:
         return min([self.plan.fires_at - 1, *(a.at for a in story.asks)])
 
     def _shared(self, stories, ids):
-        wants = [arm.policy.needs for arm in self.arms if arm.evicts and not hasattr(arm.policy, "observe")]
+        wants = [arm.policy.needs for arm in self.arms if arm.evicts and not watches(arm.policy)]
         window = max([self.plan.buffer if n.window == -1 else n.window for n in wants], default=0)
         cache = self._empty(Gather(Needs(window=window, attn_mass=any(n.attn_mass for n in wants))), stories, 0, None)
         self._feed(cache, ids, stories[0].prompt, _quiet)

@@ -26,7 +26,7 @@ from .attention_function import ATTENTION
 from .keeplog import KeepLog, Recorder
 from .pins import Pin, PinTable, PromptPin, check_fits
 from .rounds import Rounds
-from .types import Geometry, Plan, Policy
+from .types import Geometry, Plan, Policy, watches
 
 
 def _quiet(stage: str) -> None:
@@ -43,6 +43,7 @@ class EvictionLayer(DynamicLayer):
         self.seen = 0
         self.queries: Tensor | None = None  # post-RoPE queries of the newest tokens [b hq w d]
         self.columns: dict[str, Tensor] = {}  # per-entry state that moves with its entry [b hkv s ...]
+        self.state: dict[str, Tensor] = {}  # what a policy's `watch` made of every query so far [b ...]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.seen += key_states.shape[-2]
@@ -61,7 +62,7 @@ class EvictionLayer(DynamicLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.seen, self.queries, self.columns = 0, None, {}
+        self.seen, self.queries, self.columns, self.state = 0, None, {}, {}
 
     def index_rows(self, rows: Tensor) -> None:
         def pick(x: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class EvictionLayer(DynamicLayer):
 
         self.keys, self.values = pick(self.keys), pick(self.values)
         self.queries = None if self.queries is None else pick(self.queries)
-        self.columns = {name: pick(column) for name, column in self.columns.items()}
+        self.columns, self.state = ({name: pick(x) for name, x in some.items()} for some in (self.columns, self.state))
 
 
 @dataclass
@@ -262,7 +263,7 @@ class EvictionCache(Rounds, DynamicCache):
             policy.check(self.plan)
         has, wants = self.policy, policy.needs
         window = self.plan.buffer if wants.window == -1 else wants.window
-        own = getattr(policy, "observe", None)
+        own = watches(policy) or None
         if window > self.window or wants.attn_mass and not has.needs.attn_mass or own is not None and policy != has:
             raise ValueError(f"{policy} needs what a cache of {has} did not gather: the prefix must run under a policy that needs as much")
         self.policy, self.window = policy, window
@@ -271,7 +272,7 @@ class EvictionCache(Rounds, DynamicCache):
             layer = self.layers[i]
             layer.queries = layer.queries[:, :, -window:] if window else None
             if not wants.attn_mass and own is None:
-                layer.columns = {}
+                layer.columns, layer.state = {}, {}
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -408,8 +409,8 @@ class EvictionCache(Rounds, DynamicCache):
         step, needs = self.step, self.policy.needs
         # nothing evicted yet, or one new token: the stock path, bit for bit
         stock = not self.ragged and (step.n == 1 or keys.shape[-2] == step.n)
-        watches = needs.attn_mass or hasattr(self.policy, "observe")
-        visible = None if stock and not watches else self._visible(row, query.device)
+        mass = needs.attn_mass or hasattr(self.policy, "observe")
+        visible = None if stock and not mass else self._visible(row, query.device)
         if stock:
             out = sdpa_attention_forward(module, query, keys, values, None, dropout=dropout, scaling=scaling)[0]
         elif self.ragged:
@@ -421,7 +422,9 @@ class EvictionCache(Rounds, DynamicCache):
         if step.padded:
             out = out.masked_fill((step.positions < 0)[:, :, None, None].to(out.device), 0.0)
         layer.scaling = scaling
-        if self.window or watches:
+        if hasattr(self.policy, "watch"):
+            layer.state = self.policy.watch(layer_idx, query, step.positions.to(query.device), layer.state)
+        if self.window or mass:
             self._observe(row, layer, query, keys, visible, scaling)
         if layer_idx == self._last:
             self._leave()

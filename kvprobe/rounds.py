@@ -139,7 +139,7 @@ class Rounds:
                 columns={name: column[:, :, :candidates] for name, column in layer.columns.items()},
                 rand=lambda *a, _i=i, _here=here, **k: _here(rand(_i, *a, **k)),
                 banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device),
-                pinned=None if bias is None else here(bias[i] == torch.inf), future=self.future)
+                pinned=None if bias is None else here(bias[i] == torch.inf), future=self.future, state=layer.state)
 
     def _draws(self, positions: Tensor, rounds: Tensor):
         """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).

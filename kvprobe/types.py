@@ -132,6 +132,7 @@ class CacheView:
     queries [b hq w d] with query_positions [b w] (negative: padding) when the policy needs a window.
     now [b]: tokens each row has seen; round [b]: rounds each row has had before this one.
     banned(start, stop) [b hkv c] counts the positions of start..stop that a pin bans at each site.
+    state: what the policy's `watch` made of the layer's queries so far.
     future: what the policy's `queries` returned, where a prompt is compressed with a look ahead.
     pinned [b hkv c] is True where a pin holds the entry, whatever its score; None without pins.
     """
@@ -152,6 +153,12 @@ class CacheView:
     banned: Callable[[Tensor, Tensor], Tensor]
     pinned: Tensor | None = None
     future: object | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def free(self) -> Tensor:
+        """[b hkv c] True where a slot holds an entry that no pin holds."""
+        return self.real if self.pinned is None else self.real & ~self.pinned
 
     @property
     def real(self) -> Tensor:
@@ -169,11 +176,14 @@ class Policy(Protocol):
     observe(attention [b hkv g n s], query_positions [b n], key_positions [b hkv s], columns) -> columns, after each
     forward, a block of queries at a time: state per entry [b hkv s ...] that moves with it (a query or key of
     position -1 is padding, a column shorter than s ends before this forward's entries);
+    watch(layer, queries [b hq n d], query_positions [b n], state) -> state, with each forward's post-RoPE queries: tensors [b ...]
+    that the policy gets back as `view.state` and must not write in place;
     across_layers(score [l b hkv c], positions [l b hkv c]) -> score, after all layers of a round were scored;
     allocate(score [l b hkv c], keep [l b hkv], held [l b hkv c], real [l b hkv c]) -> keep [l b hkv]: candidates that each site
     keeps, pins (`held`) inside; totals stay exact at the policy's `level`: "head", "layer" (default), "model", or "own" for a
     policy that sets its own budget;
-    select(view, score [b hkv c], keep [b hkv]) -> score whose largest `keep` entries are kept, per layer;
+    select(view, score [b hkv c], keep [b hkv]) -> score whose largest `keep` entries are kept, per layer (`keep` counts pins,
+    `view.pinned`, and they stay whatever it returns);
     queries(engine) -> object, before a prompt is compressed: what `view.future` hands to `score`.
     """
 
@@ -187,6 +197,11 @@ class Policy(Protocol):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The precision of scores: float32, or float64 for a float64 model."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def watches(policy) -> bool:
+    """Whether the policy follows every forward in a way of its own (`observe`, `watch`): what another one gathered is none of its use."""
+    return hasattr(policy, "observe") or hasattr(policy, "watch")
 
 
 def check_window(policy) -> None:
