@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,12 +93,29 @@ def sample(model: Model, cache, logits: Tensor, m: int, t: int, *, seed: int = 0
     """
     if m < 1 or t < 1 or temperature < 0 or (block is not None and block < 1):
         raise ValueError(f"lookahead takes m and t of at least 1, temperature of at least 0 and a block of at least 1, not m={m}, t={t}, temperature={temperature}, block={block}")
-    before = _mark(cache)
-    parts = [_block(model, cache, logits, range(i, min(m, i + (block or m))), t, seed, temperature, eos) for i in range(0, m, block or m)]
-    if _mark(cache) != before:
-        raise RuntimeError("the look ahead has changed the prompt's cache")
+    with untouched(cache):
+        parts = [_block(model, cache, logits, range(i, min(m, i + (block or m))), t, seed, temperature, eos) for i in range(0, m, block or m)]
     joined = {name: torch.cat([getattr(p, name) for p in parts], dim=1) for name in ("tokens", "valid", "logq", "entropy", "variance")}
     return Lookahead(queries={layer: torch.cat([p.queries[layer] for p in parts], dim=1) for layer in parts[0].queries}, **joined)
+
+
+def greedy(model: Model, copy, logits: Tensor, t: int, *, columns: Tensor, eos: tuple[int, ...] = ()) -> Lookahead:
+    """The likeliest continuation of each row, t tokens on `copy`, a branch that is used up and may have evicted: the first token from logits [b vocabulary].
+
+    columns: `real_columns` of the prompt's cache. Raises ValueError for t below 1.
+    """
+    if t < 1:
+        raise ValueError(f"t={t} must be at least 1 token")
+    return _walk(model, copy, logits, range(1), t, 0, 0.0, eos, columns)
+
+
+@contextmanager
+def untouched(cache) -> Iterator[None]:
+    """What runs in this context works on copies; raises RuntimeError where it changed the prompt's cache."""
+    before = _mark(cache)
+    yield
+    if _mark(cache) != before:
+        raise RuntimeError("the look ahead has changed the prompt's cache")
 
 
 def _mark(cache) -> tuple:
@@ -104,32 +123,81 @@ def _mark(cache) -> tuple:
     return tuple(cache.seen), tuple((cache.layers[i].keys.data_ptr(), cache.layers[i].keys.shape, cache.layers[i].keys._version) for i in cache.geometry.kv_layers)
 
 
-def _block(model: Model, cache, logits: Tensor, which: range, t: int, seed: int, temperature: float, eos) -> Lookahead:
-    """Some of the continuations, as batch rows: every prompt's rows stand together."""
+def spare(cache, repeats: int = 1):
+    """A branch of a prompt's held cache to be used up: no round fires in it, and no policy gathers."""
     from .policies import random
 
-    b, m = logits.shape[0], len(which)
-    copy = cache.branch(m, plan=NEVER, policy=random.POLICY())
+    copy = cache.branch(repeats, plan=NEVER, policy=random.POLICY())
     copy.hold()
-    instances = torch.tensor(cache.instances, device=logits.device).repeat_interleave(m)
-    particles = torch.tensor(list(which), device=logits.device).repeat(b)
-    start = torch.tensor(copy.seen, device=model.device)[:, None]
-    logits, open_ = logits.repeat_interleave(m, 0), torch.ones(b * m, dtype=torch.bool, device=logits.device)
-    seen: dict[str, list[Tensor]] = {name: [] for name in ("tokens", "valid", "logq", "entropy", "variance")}
-    queries: dict[int, list[Tensor]] = {layer: [] for layer in cache.geometry.kv_layers}
+    return copy
+
+
+def real_columns(cache) -> Tensor:
+    """bool [b n]: which columns fed to a cache without rounds so far are no padding. Layers that are left to transformers have to be told."""
+    return torch.cat(cache.tail, dim=1) >= 0
+
+
+def step(model: Model, copy, ids: Tensor, columns: Tensor) -> Tensor:
+    """Logits [b vocabulary] behind ids [b n], fed to `copy` at the next positions of its rows. columns: real ones before [b s]."""
+    at = torch.tensor(copy.seen, device=model.device)[:, None] + torch.arange(ids.shape[1], device=model.device)
+    padded = {} if bool(columns.all()) else dict(attention_mask=torch.cat([columns.to(model.device), columns.new_ones(ids.shape).to(model.device)], dim=1).long())
+    return model.model(input_ids=ids.to(model.device), position_ids=at, cache=copy, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
+
+
+@contextmanager
+def hearing(layers) -> Iterator[dict[int, list[Tensor]]]:
+    """Layer -> post-RoPE queries [b hq n d] of every forward in this context."""
+    heard: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
     def listen(module, q, k, v, mask, scaling, out) -> None:
-        if module.layer_idx in queries:
-            queries[module.layer_idx].append(q.unflatten(0, (b, m)).clone())
+        if module.layer_idx in heard:
+            heard[module.layer_idx].append(q.clone())
 
     with listening(listen):
+        yield heard
+
+
+def refuse_rounds(policy, plan: Plan) -> None:
+    """Raise ValueError, naming the policy, where one that needs a whole prompt is to evict while text is written."""
+    if policy.looks_ahead and plan.schedule == "rounds":
+        raise ValueError(f"{_named(policy)} looks ahead from the end of a whole prompt: it is none for rounds while text is written, use kvprobe.compress")
+
+
+def needed(policy, view):
+    """What the policy looked ahead at. Raises ValueError, naming the policy, where nobody did."""
+    if view.future is None:
+        raise ValueError(f"{_named(policy)} looks ahead from the whole prompt, which only kvprobe.compress lets it do")
+    return view.future
+
+
+def _named(policy) -> str:
+    return type(policy).__module__.rpartition(".")[2]
+
+
+def _block(model: Model, cache, logits: Tensor, which: range, t: int, seed: int, temperature: float, eos) -> Lookahead:
+    """Some of the continuations, as batch rows: every prompt's rows stand together."""
+    m = len(which)
+    return _walk(model, spare(cache, m), logits.repeat_interleave(m, 0), which, t, seed, temperature, eos, real_columns(cache).repeat_interleave(m, 0))
+
+
+def _walk(model: Model, copy, logits: Tensor, which: range, t: int, seed: int, temperature: float, eos, columns: Tensor) -> Lookahead:
+    """t tokens on every row of a copy whose rows are the continuations `which` of each prompt."""
+    m = len(which)
+    b = logits.shape[0] // m
+    instances = torch.tensor(copy.instances, device=logits.device)
+    particles = torch.tensor(list(which), device=logits.device).repeat(b)
+    open_ = torch.ones(b * m, dtype=torch.bool, device=logits.device)
+    seen: dict[str, list[Tensor]] = {name: [] for name in ("tokens", "valid", "logq", "entropy", "variance")}
+    with hearing(copy.geometry.kv_layers) as heard:
         for u in range(t):
             token, found = _draw(logits, temperature, seed, instances, particles, u)
             for name, x in (found | {"tokens": token, "valid": open_}).items():
                 seen[name].append(x.view(b, m))
             open_ = open_ & ~torch.isin(token, torch.tensor(eos, device=token.device, dtype=token.dtype))
-            logits = model.model(input_ids=token[:, None].to(model.device), position_ids=start + u, cache=copy, use_cache=True, logits_to_keep=1).logits[:, -1]
-    return Lookahead(queries={layer: torch.cat(q, dim=3) for layer, q in queries.items()}, **{name: torch.stack(x, dim=-1) for name, x in seen.items()})
+            logits = step(model, copy, token[:, None], columns)
+            columns = torch.cat([columns, columns.new_ones(b * m, 1)], dim=1)
+    queries = {layer: torch.cat(q, dim=2).unflatten(0, (b, m)) for layer, q in heard.items()}
+    return Lookahead(queries=queries, **{name: torch.stack(x, dim=-1) for name, x in seen.items()})
 
 
 def _draw(logits: Tensor, temperature: float, seed: int, instances: Tensor, particles: Tensor, step: int) -> tuple[Tensor, dict[str, Tensor]]:

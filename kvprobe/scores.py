@@ -16,7 +16,12 @@ def window_importance(view: CacheView, kernel: int = 5, pooling: str = "average"
     """[b hkv c]: attention of the window's queries over the candidates, softmax per query head, reduced over the queries,
     pooled over neighbours, then over the group (SnapKV as Random Attention app. F ran it)."""
     a = attention.window_attention(view.queries, view.query_positions, view.keys, view.positions, view.scaling)
-    a = attention.mean_over_queries(a, view.query_positions) if queries == "mean" else a.sum(3)
+    return reduced(a, view.query_positions >= 0, kernel, pooling, queries, group)
+
+
+def reduced(a: Tensor, asks: Tensor, kernel: int, pooling: str, queries: str, group: str) -> Tensor:
+    """[b hkv c] of attention [b hkv g q c]: over the queries that count (asks, bool [b q]; the others' is 0), pooled over neighbours, then over the group."""
+    a = attention.mean_over_queries(a, torch.where(asks, 0, -1)) if queries == "mean" else a.sum(3)
     a = attention.pool(a, kernel, pooling)
     return {"mean": a.mean, "sum": a.sum, "max": a.amax}[group](2)
 
