@@ -37,6 +37,14 @@ def write(filler: Filler, head: np.ndarray, marks: Sequence[Mark], length: int, 
     return ids, spans
 
 
+def filled(filler: Filler, ids: np.ndarray, room: int, forbidden: Sequence[str], rng: np.random.Generator, front: bool = False) -> np.ndarray:
+    """ids with filler up to `room`, behind or in front. Raises ValueError where they do not fit."""
+    if len(ids) > room:
+        raise ValueError(f"a statement or query takes {len(ids)} tokens with this tokenizer, its room is {room}")
+    pad = filler.passage(room - len(ids), forbidden, rng)
+    return np.concatenate([pad, ids] if front else [ids, pad])
+
+
 def asked_after(plan: Plan, rounds: int, query: int) -> int:
     """Tokens to feed before a query of `query` tokens, so that `rounds` rounds have fired before the value behind it."""
     return plan.fires_at + (rounds - 1) * plan.buffer + max(1, plan.buffer // 2) - query  # a round is felt one token after it fires

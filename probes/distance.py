@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,27 +79,19 @@ def stories(config: CONFIG, tokenizer, factor: str) -> list[Story]:
         var = needles.VARIABLES[i % len(needles.VARIABLES)]
         rng = np.random.default_rng([config.seed, 6, i])
         said = [needles.FACT] + {"once": [], "verbatim": [needles.FACT], "derived": [DERIVED]}[factor]
-        boxes = [_filled(filler, needles.encode(tokenizer, text.format(var=var, value=value)), config.box, (var, value), False, np.random.default_rng([config.seed, 7, i, k]))
+        boxes = [planting.filled(filler, needles.encode(tokenizer, text.format(var=var, value=value)), config.box, (var, value), np.random.default_rng([config.seed, 7, i, k]))
                  for k, text in enumerate(said)]
         marks = [planting.Mark(f"box{k}", first + k * config.apart, ids, over=k > 0) for k, ids in enumerate(boxes)]
         if marks[-1].start + config.box > planting.first_candidates(plan):
             raise ValueError(f"a statement ends at {marks[-1].start + config.box}: only positions below {planting.first_candidates(plan)} are candidates from the first round on")
         asked, answer = needles.locate(tokenizer, needles.QUERY.format(var=var) + value, value)
-        query = _filled(filler, asked[: answer[0]], config.query, (var, value), True, np.random.default_rng([config.seed, 8, i]))
+        query = planting.filled(filler, asked[: answer[0]], config.query, (var, value), np.random.default_rng([config.seed, 8, i]), front=True)
         asks = tuple(Ask(f"{n} rounds", planting.asked_after(plan, n, config.query), query, asked[answer[0] :]) for n in planting.rounds_of(config.rounds))
         if asks[0].at < marks[-1].start + config.box:
             raise ValueError(f"the first question comes after {asks[0].at} tokens, before the last statement has ended")
         ids, spans = planting.write(filler, head, marks, asks[-1].at, (var, var + "2", value, "passcode"), rng)
         out.append(Story(i, ids, len(head), asks, spans, f"{var} = {value}"))
     return out
-
-
-def _filled(filler, ids: np.ndarray, room: int, forbidden: Sequence[str], front: bool, rng) -> np.ndarray:
-    """ids with filler up to `room`, behind or in front. Raises ValueError where they do not fit."""
-    if len(ids) > room:
-        raise ValueError(f"a statement or query takes {len(ids)} tokens with this tokenizer, its room is {room}")
-    pad = filler.passage(room - len(ids), forbidden, rng)
-    return np.concatenate([pad, ids] if front else [ids, pad])
 
 
 @dataclass(frozen=True)
