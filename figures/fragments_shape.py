@@ -28,7 +28,7 @@ def draw(table: pd.DataFrame, manifest: dict):
     from kvprobe import plotting
 
     copies = manifest["copies"]
-    figure, axes = plotting.picture(2.3 * len(copies) + 4.2, 6.6, rows=2, sharex=True)
+    figure, axes = plotting.picture(1.8 * len(copies) + 6.0, 6.8, rows=2, sharex=True)
     for ax, (key, label) in zip(axes, PANELS):
         _ends(ax, table, key)
         for kind in (WHOLE, DEALT):
@@ -40,8 +40,8 @@ def draw(table: pd.DataFrame, manifest: dict):
         ax.grid(axis="x", visible=False)
     axes[-1].set_xticks(copies)
     axes[-1].set_xlim(copies[0] - 0.5, copies[-1] + 0.5)
-    axes[-1].set_xlabel(f"copies of each token of the fact, c [of H = {len(manifest['heads'])} KV heads, the same in every layer]")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    axes[-1].set_xlabel(f"copies of each token, c [of H = {len(manifest['heads'])} KV heads]")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(f"Does it matter in what shape a fact survives? (n = {int(table.n.max())})", fontsize=11)
     plotting.footer(figure, _about(manifest))
     return figure
@@ -69,8 +69,8 @@ def _ends(ax, table, key: str) -> None:
     for name, style in (("kept", "-"), ("full", ":"), ("deleted", "--")):
         value = table.loc[(table.kind == "end") & (table["name"] == name), key].iloc[0]
         if value == value:
-            told_ = {"kept": "whole in every head (kept)", "full": "nothing evicted", "deleted": "in no head (deleted)"}[name]
-            ax.axhline(value, color="0.35", lw=0.9, ls=style, label=told_)
+            text = {"kept": "whole in every head (kept)", "full": "nothing evicted", "deleted": "in no head (deleted)"}[name]
+            ax.axhline(value, color="0.35", lw=0.9, ls=style, label=text)
 
 
 def _about(manifest: dict) -> str:
