@@ -29,7 +29,7 @@ def calibrated(llama, tmp_path_factory):
     path = tmp_path_factory.mktemp("calibrated") / "triattention.safetensors"
     ids = torch.randint(0, tiny.VOCABULARY, (200,), generator=torch.Generator().manual_seed(11))
     calibration.save(calibration.make(llama[0], ids, "random ids"), path)
-    return {"triattention": dict(statistics=str(path)), "lore": tiny.WINDOW_ONLY}
+    return {"triattention": dict(statistics=str(path)), **tiny.WINDOW_ONLY}
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from kvprobe.types import Needs, Plan
 
 PLAN = Plan(20, 6)
 FIRES = PLAN.fires_at
-SHARES = [n for n in registry.available("policy") if not hasattr(registry.find("policy", n).POLICY, "observe")]
+SHARES = [n for n in registry.available("policy") if n not in tiny.AHEAD and not hasattr(registry.find("policy", n).POLICY, "observe")]
 PINS = [[kvprobe.PromptPin()], [kvprobe.SpanPin(8, 12, frozenset({(0, 1)}))], []]
 
 
@@ -56,7 +56,7 @@ def feed(lm, cache, text, *stops: int) -> list[torch.Tensor]:
 
 
 def bound(name: str, lm, options: dict | None = None):
-    return registry.make_policy(name, options or {"lore": tiny.WINDOW_ONLY}.get(name), lm)
+    return registry.make_policy(name, options or tiny.WINDOW_ONLY.get(name), lm)
 
 
 @pytest.mark.parametrize("name", SHARES)

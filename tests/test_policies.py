@@ -8,6 +8,7 @@ import torch
 
 import kvprobe
 import stub
+import tiny
 from kvprobe import attention, metrics
 from kvprobe.registry import make_policy
 from kvprobe.types import Needs
@@ -15,7 +16,7 @@ from oracle import Reference, cache_sets, random_scores
 from sidebyside import feed, walk
 
 KEEP, BUFFER = 10, 4
-POLICIES = sorted(kvprobe.available("policy"))
+POLICIES = sorted(set(kvprobe.available("policy")) - set(tiny.AHEAD))  # those have their own contract in test_policies_ahead
 SCHEDULES = {"rounds": dict(keep=KEEP, buffer=BUFFER), "prompt_end": dict(keep=KEEP, schedule="prompt_end")}
 WINDOW = {name: dict(window=4) for name in POLICIES if make_policy(name).needs.window == -1}  # at prompt end there is no buffer whose queries could vote
 

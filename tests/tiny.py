@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import kvprobe
+from kvprobe import registry
 
 VOCABULARY = 97
 BASE = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -18,8 +19,10 @@ LINEAR = dict(num_hidden_layers=4, layer_types=["linear_attention", "full_attent
               linear_key_head_dim=8, linear_value_head_dim=8)
 SHARED = dict(sliding_window=8, num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3, num_kv_shared_layers=1,
               global_head_dim=8, hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCABULARY)
-WINDOW_ONLY = dict(m=0, window=4)
-"""Options of `lore` outside kvprobe.compress, where nothing can be looked ahead at."""
+AHEAD = sorted(n for n in registry.names("policy") if getattr(registry.find("policy", n).POLICY, "looks_ahead", False) is True)
+"""Policies that score from the end of a whole prompt alone: only kvprobe.compress lets them run."""
+WINDOW_ONLY = {n: dict(m=0, window=4) for n in ("lore", "single_continuation", "window_only")}
+"""Options of those that may look ahead, outside kvprobe.compress."""
 KINDS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {}),
