@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import arms, keeplog, metrics, needles, planting, stats
-from kvprobe.comparing import COMMON, Ask, Comparing, Story, answer_rows
+from kvprobe import arms, keeplog, metrics, needles, planting, registry, stats
+from kvprobe.comparing import COMMON, NEVER, Ask, Comparing, Story, answer_rows, eviction_seed
 from kvprobe.pins import SpanPin
+from kvprobe.types import watches
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,6 +43,8 @@ class HEADS(COMMON):
     """room of the fact, filled up with filler [tokens]"""
     query: int = 24
     """room of the query, filled up with filler in front [tokens]"""
+    rows_per_batch: int = 24
+    """rows computed together: the scripts of a batch, each under as many conditions as fit"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,8 +53,9 @@ class HEADS(COMMON):
             raise ValueError(f"policies={self.policies!r}: one policy evicts around the fact, name one")
         if self.protection != "without":
             raise ValueError(f"protection={self.protection!r}: a planted-fact probe protects no prompt (Random Attention app. B), only 'without' is allowed")
-        if min(self.pre, self.box, self.query) < 1:
-            raise ValueError(f"lengths must be at least 1 token: pre={self.pre}, box={self.box}, query={self.query}")
+        for name in ("pre", "box", "query", "rows_per_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,21 @@ class Case(arms.Arm):
         return self.case
 
 
+@dataclass(frozen=True)
+class Together(arms.Arm):
+    """Cases of one policy and one eviction seed, computed as rows of one batch."""
+
+    members: tuple[Case, ...] = ()
+
+
+def together(cases: Iterable[Case], size: int) -> list[Together]:
+    """Cases in groups of at most `size`, none across eviction seeds, in order."""
+    groups: dict[tuple, list[Case]] = {}
+    for case in cases:
+        groups.setdefault((case.evicts, case.draw), []).append(case)
+    return [Together(g[0].name, g[0].policy, False, g[0].draw, tuple(g[i : i + size])) for g in groups.values() for i in range(0, len(g), size)]
+
+
 def sites(geometry, heads: Iterable[int], layers: Iterable[int] | None = None) -> frozenset[tuple[int, int]]:
     """All sites of some KV heads, in some layers (None: every layer that is evicted). Raises ValueError for one that does not exist."""
     found = frozenset((layer, head) for layer in (geometry.kv_layers if layers is None else layers) for head in heads)
@@ -154,11 +173,21 @@ def cases(config: HEADS, model, rules: Mapping[str, Sequence[Hold]], spans: Sequ
 
 
 class HeadSets(Comparing):
-    """Base of a session: every case on every script. A probe gives scripts, cases and `report`."""
+    """Base of a session: every case on every script, some cases at a time as rows of a batch. A probe gives scripts, cases and `report`."""
 
     def __init__(self, config: HEADS, model, stories: Sequence[Story], cases: Sequence[Case]):
         super().__init__(config, model, stories, cases)
         self.by_member = {(arm.case, arm.draw): arm for arm in self.arms}
+        cuts = list(dict.fromkeys(cut for _, cut in self.batches))
+        self.batches = [(group, cut) for cut in cuts for group in together(self.arms, max(1, config.rows_per_batch // len(cut)))]
+
+    def tokens(self, batch: int) -> int:
+        return len(self.batches[batch][0].members) * super().tokens(batch)
+
+    @property
+    def bytes_needed(self) -> int:
+        g, n = self.model.geometry, len(self.stories[0].ids)
+        return len(self.arms) * len(self.stories) * (len(g.kv_layers) * g.n_kv * n + 20_000) + 10_000_000
 
     def pins(self, arm: Case, story: Story) -> tuple:
         return tuple(hold.pin(story) for hold in arm.holds)
@@ -169,10 +198,33 @@ class HeadSets(Comparing):
     def rows_of(self, arm: Case, story: Story, k: int, log, answers) -> list[dict]:
         return [row for answer in answers for row in answer_rows(story, k, answer)]
 
-    def run(self, arm: Case, cut: range, stories: Sequence[Story], tick):
+    def compute(self, batch: int, rows, tick):
+        """Rows, keep log and the log's members (instance, case, draw) of one batch."""
+        group, cut = self.batches[batch]
+        pairs = [(self.stories[i], case) for i in cut for case in group.members]
+        log, answers = self.run(group, cut, [story for story, _ in pairs], tick)
+        if group.evicts:
+            self._equal(group, log)
+        out = [self.base(case, story) | row for k, (story, case) in enumerate(pairs) for row in self.rows_of(case, story, k, log, answers)]
+        return out, log if group.evicts else None, [[story.instance, case.case, case.draw] for story, case in pairs]
+
+    def run(self, group: Together, cut: range, stories: Sequence[Story], tick):
         """The log is that of the last question's branch, so that it holds every round up to the value."""
-        _, answers = super().run(arm, cut, stories, tick)
+        _, answers = super().run(group, cut, stories, tick)
         return answers[-1].log, answers
+
+    def _start(self, group: Together, cut: range, stories, ids, tick):
+        size, seed = len(group.members), eviction_seed(self.config.seed, group.draw)
+        row_pins = [self.pins(group.members[k % size], story) for k, story in enumerate(stories)]
+        if watches(group.policy):  # watches every query in its own way: shares nothing
+            cache = self._empty(group.policy, stories, seed, row_pins)
+            self._feed(cache, ids, stories[0].prompt, tick)
+            return cache
+        if self._prefix is None or self._prefix[0] != cut:
+            self._prefix = None  # frees the old one first
+            self._prefix = cut, self._shared(stories[::size], ids[::size])
+        plain = group.policy if group.evicts else registry.make_policy("random")
+        return self._prefix[1].branch(size, row_pins=row_pins, plan=None if group.evicts else NEVER, policy=plain, seed=seed)
 
     def checks(self, rows: pd.DataFrame, folder) -> list:
         """The instrument's checks that every such probe prints: audit, rounds, and the endpoints at each distance."""
