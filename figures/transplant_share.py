@@ -17,8 +17,8 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """One row per mode, states, and place, in drawing order; in at_query also the tokens after the box."""
     table = summary(rows, manifest)
     table = table[(table["mode"] != "") & table.tokens.isin(["box", "after", "text"])].copy()
-    names = {"box": "", "after": "after the box:\n", "text": "box and after:\n"}
-    table["label"] = [names[t] + p.replace(", ", "\n").replace("layers ", "layers\n") for t, p in zip(table.tokens, table.place)]
+    names = {"after": "all,\nafter\nthe box", "text": "all,\nbox and\nafter"}
+    table["label"] = [names.get(t, p.replace(", ", "\n").replace("layers ", "layers\n")) for t, p in zip(table.tokens, table.place)]
     return table.reset_index(drop=True)
 
 
@@ -33,7 +33,7 @@ def draw(table: pd.DataFrame, manifest: dict):
         _panel(ax, table[table["mode"] == mode])
         ax.set_title(f"{mode}: {MODES[mode]}", fontsize=9.5)
         ax.set_ylabel("share of the log-odds moved\n(0 host, 1 donor)")
-    axes[-1, 0].set_xlabel("where the donor's states of the fact's box replace the host's")
+    axes[-1, 0].set_xlabel("where the donor's states of the fact's box (unless named) replace the host's")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8.5, title="states")
     figure.suptitle(f"What carries a fact: transplanted keys and values (n = {int(table.n.max())} pairs of texts)", fontsize=11)
