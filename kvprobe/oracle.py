@@ -109,11 +109,11 @@ class Oracle:
         return top(self.score, keep, self.protected, None if self.real is None else self.real[None, :, None, :])
 
     def kept(self, cache) -> Tensor:
-        """bool [l b hkv n]: what a compressed cache of this prompt holds of it."""
-        positions = cache.positions
-        n = self.score.shape[-1]
-        slots = (positions + self.pad[None, :, None, None]).masked_fill((positions < 0) | (positions + self.pad[None, :, None, None] >= n), n).long()
-        return torch.zeros(*self.score.shape[:-1], n + 1, dtype=torch.bool, device=positions.device).scatter_(-1, slots, True)[..., :n]
+        """bool [l b hkv n]: what a compressed cache of this prompt holds of it; of one prompt, b is the cache's, whose rows are arms."""
+        positions, n = cache.positions, self.score.shape[-1]
+        slots = (positions + self.pad[None, :, None, None]).long()
+        slots = slots.masked_fill((positions < 0) | (slots >= n), n)
+        return torch.zeros(*slots.shape[:-1], n + 1, dtype=torch.bool, device=positions.device).scatter_(-1, slots, True)[..., :n]
 
     def recall(self, kept: Tensor, keep: int) -> tuple[Tensor, Tensor]:
         """(all B entries, free slots only) [l b hkv]: Recall@B of kept sets [l b hkv n], eq. 14.
@@ -123,23 +123,25 @@ class Oracle:
         return fidelity.recall(kept, self.best(keep), self.protected)
 
     def error(self, cache) -> Tensor:
-        """[l b hq]: output error of a compressed cache over Q_future, eq. 15. The cache must stand at the prompt's end."""
+        """[l b hq]: output error of a compressed cache over Q_future, eq. 15. The cache must stand at the prompt's end; rows as in `kept`."""
         positions, out = cache.positions, []
+        if bool((torch.tensor(cache.seen, device=self.pad.device) != self.score.shape[-1] - self.pad).any()):
+            raise ValueError("the cache has gone on behind the prompt: measure it right after its eviction")
         ragged = bool((positions < 0).any())
         for i, layer in enumerate(cache.geometry.kv_layers):
-            held = cache.layers[layer]
-            if held.keys.shape[2] != positions.shape[-1] or cache.seen != [self.score.shape[-1] - int(p) for p in self.pad]:
-                raise ValueError("the cache has gone on behind the prompt: measure it right after its eviction")
+            held, queries = cache.layers[layer], self.ahead.queries[layer]
             visible = (positions[i] >= 0)[:, :, None, :].to(held.keys.device) if ragged else None
-            mine = fidelity.outputs(self.ahead.queries[layer].to(held.keys.device), held.keys, held.values, held.scaling, visible)
+            queries = queries.to(held.keys.device).expand(positions.shape[1], -1, -1, -1)
+            mine = fidelity.outputs(queries, held.keys, held.values, held.scaling, visible)
             out.append(fidelity.output_error(mine, self.outputs[layer], self.ahead.valid).to(positions.device))
         return torch.stack(out)
 
 
 @torch.no_grad()
-def of(model: Model, cache, logits: Tensor, t: int = 32, cost: deletion.Cost = ANALYSIS) -> Oracle:
-    """The oracle of the prompt behind a held, full cache with last logits [b vocabulary]; t: most tokens of the future."""
-    ahead, outputs = future(model, cache, logits, t), {}
+def of(model: Model, cache, ahead: Future, cost: deletion.Cost = ANALYSIS) -> Oracle:
+    """The oracle of the prompt behind a held, full cache, given what comes after it: `future` of this cache, or of a branch that
+    has read a question since."""
+    outputs = {}
     for layer in cache.geometry.kv_layers:
         held = cache.layers[layer]
         outputs[layer] = fidelity.outputs(ahead.queries[layer].to(held.keys.device), held.keys, held.values, held.scaling, _seen(cache, held.keys.device))

@@ -31,6 +31,10 @@ def hold(model, ids, mask=None):
         return cache, model.model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
 
 
+def truth_of(model, cache, logits, t=T):
+    return oracle.of(model, cache, oracle.future(model, cache, logits, t))
+
+
 def evicted(cache, policy, keep, future=None, seed=0):
     branch = cache.branch(1, plan=prompt_end(keep), policy=policy, seed=seed)
     branch.evict_now(future)
@@ -41,7 +45,7 @@ def evicted(cache, policy, keep, future=None, seed=0):
 def made(llama, ids):
     """(held cache, logits, oracle) of two prompts."""
     cache, logits = hold(llama[0], ids[:2, :N])
-    return cache, logits, oracle.of(llama[0], cache, logits, T)
+    return cache, logits, truth_of(llama[0], cache, logits)
 
 
 def states(llama, ids, tokens, b, layer):
@@ -135,7 +139,7 @@ def test_output_error_under_ragged_budgets(llama, ids, made):
     class Uneven(random.POLICY):
         level = "layer"
 
-        def allocate(self, score, keep, held, real):
+        def allocate(self, score, keep, held, real, positions):
             return keep + torch.tensor([3, -3])
 
     cache, _, truth = made
@@ -156,7 +160,7 @@ def test_a_row_behind_padding_is_the_row_alone(llama, ids):
     mask[1, :9] = 0
     cache, logits = hold(model, ids[:2, :N] * mask, mask)
     alone, own = hold(model, ids[1:2, 9:N])
-    two, one = oracle.of(model, cache, logits, T), oracle.of(model, alone, own, T)
+    two, one = truth_of(model, cache, logits), truth_of(model, alone, own)
     assert torch.equal(two.ahead.tokens[1], one.ahead.tokens[0]) and torch.allclose(two.score[:, 1, :, 9:], one.score[:, 0], atol=1e-10) and not two.score[:, 1, :, :9].any()
     arms = [evicted(c, keydiff.POLICY(), KEEP) for c in (cache, alone)]
     assert torch.equal(two.kept(arms[0])[:, 1, :, 9:], one.kept(arms[1])[:, 0]) and torch.equal(two.best(KEEP)[:, 1, :, 9:], one.best(KEEP)[:, 0])
@@ -167,19 +171,19 @@ def test_the_token_that_ends_a_text_is_left_out(llama, ids):
     """A future that ends at its third token has two queries; one that ends at once keeps its only one."""
     model = llama[0]
     cache, logits = hold(model, ids[:1, :N])
-    plain = oracle.of(model, cache, logits, T)
+    plain = truth_of(model, cache, logits)
     config = model.model.generation_config
     for at in (2, 0):
         token = int(plain.ahead.tokens[0, at])
         first = plain.ahead.tokens[0].tolist().index(token)
         try:
             config.eos_token_id = token
-            truth = oracle.of(model, cache, logits, T)
+            truth = truth_of(model, cache, logits)
         finally:
             config.eos_token_id = None
         count = max(1, first)
         assert truth.ahead.valid[0].tolist() == [True] * count + [False] * (T - count)
-        short = oracle.of(model, cache, logits, count)
+        short = truth_of(model, cache, logits, count)
         assert torch.allclose(truth.score, short.score, atol=1e-12)
         arm = evicted(cache, random.POLICY(), KEEP)
         assert torch.allclose(truth.error(arm), short.error(arm), atol=1e-12)
@@ -251,9 +255,9 @@ def test_output_error_by_hand():
 def test_float32_finds_the_sets_of_float64(llama, ids):
     model = kvprobe.prepare(copy.deepcopy(llama[1]).float())
     cache, logits = hold(model, ids[:2, :N])
-    truth = oracle.of(model, cache, logits, T)
+    truth = truth_of(model, cache, logits)
     wide_cache, wide_logits = hold(llama[0], ids[:2, :N])
-    wide = oracle.of(llama[0], wide_cache, wide_logits, T)
+    wide = truth_of(llama[0], wide_cache, wide_logits)
     assert torch.allclose(truth.score.double(), wide.score, rtol=1e-3, atol=1e-6) and torch.equal(truth.best(KEEP), wide.best(KEEP))
     arms = [evicted(c, random.POLICY(), KEEP) for c in (cache, wide_cache)]
     assert torch.allclose(truth.error(arms[0]), wide.error(arms[1]), atol=1e-5)
