@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe import head_sets, places, planting, stats
-from kvprobe.head_sets import DELETED, HEADS, KEPT, Case, HeadSets, Hold
+from kvprobe.head_sets import DELETED, HEADS, KEPT, Case, HeadSets, Hold, Together, together
 from kvprobe.places import Place
 
 if TYPE_CHECKING:
@@ -70,27 +70,30 @@ class Session(HeadSets):
         self.bands = places.bands(g, config.bands)
         self.grid = places.expand("grid", g, config.bands)
         super().__init__(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules(g, self.grid)))
-        cuts = list(dict.fromkeys(cut for _, cut in self.batches))
         longest = sorted(map(len, self.bands), reverse=True)[: config.strongest]
-        self.slots = 2 * g.n_kv * (sum(longest) if longest else 0)  # bands differ by a layer at most: some slots may stay unused
-        self.batches = [(arm, cut) for cut in cuts for arm in self.arms] + [(k, cut) for cut in cuts for k in range(self.slots)]
+        most = 2 * g.n_kv * sum(longest)  # bands differ by a layer at most: the last batch may stay unused
+        cuts = list(dict.fromkeys(cut for _, cut in self.batches))
+        self.batches += [(k, cut) for cut in cuts for k in range(-(-most // self._size(cut)))]
         self.chosen: list[Case] | None = None
 
-    def tokens(self, batch: int) -> int:
-        arm, cut = self.batches[batch]
-        return super().tokens(batch) if isinstance(arm, Case) else self._tokens_like(cut)
+    def _size(self, cut: range) -> int:
+        """Cases of one batch."""
+        return max(1, self.config.rows_per_batch // len(cut))
 
-    def _tokens_like(self, cut: range) -> int:
+    def tokens(self, batch: int) -> int:
+        group, cut = self.batches[batch]
+        if isinstance(group, Together):
+            return super().tokens(batch)
         s = self.stories[0]
-        return len(cut) * (len(s.ids) - self._shared_length(s) + sum(len(a.query) + len(a.value) for a in s.asks))
+        return self._size(cut) * len(cut) * (len(s.ids) - self._shared_length(s) + sum(len(a.query) + len(a.value) for a in s.asks))
 
     def compute(self, batch, rows, tick):
-        arm, cut = self.batches[batch]
-        if not isinstance(arm, Case):
-            cases = self.site_cases(rows)
-            if arm >= len(cases):
+        group, cut = self.batches[batch]
+        if not isinstance(group, Together):
+            groups = together(self.site_cases(rows), self._size(cut))
+            if group >= len(groups):
                 return [dict(case="", draw=0, instance=-1, ask=self.stories[0].asks[0].name, metric="unused", value=0.0, unit="")], None, []
-            self.batches[batch] = cases[arm], cut
+            self.batches[batch] = groups[group], cut
         return super().compute(batch, rows, tick)
 
     def site_cases(self, rows) -> list[Case]:
