@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvprobe import allocation, deletion, reliability
+from kvprobe import allocation, deletion, lookahead, reliability
 from kvprobe.types import CacheView, Needs, check_window
 
 
@@ -95,6 +95,9 @@ class POLICY:
     def looks_ahead(self) -> bool:
         return self.m > 0 and self.lam_l > 0
 
+    def check(self, plan) -> None:
+        lookahead.refuse_rounds(self, plan)
+
     def bind(self, model) -> POLICY:
         """This policy with the model's output projections at hand."""
         bound = dataclasses.replace(self)
@@ -104,7 +107,7 @@ class POLICY:
 
     def queries(self, engine) -> Future | None:
         """Sample the continuations and weigh them; None where only the window scores."""
-        from kvprobe import generation, lookahead
+        from kvprobe import generation
 
         if not self.looks_ahead:
             return None
@@ -122,9 +125,7 @@ class POLICY:
         return Future(found, reliability.filtered(signals.weights(by), signals.score(by), self.drop_worst), signals)
 
     def score(self, view: CacheView) -> Tensor:
-        if self.looks_ahead and view.future is None:
-            raise ValueError("lore looks ahead from the whole prompt, which only kvprobe.compress lets it do; with m=0 it scores by the window alone, in any schedule")
-        future = view.future if self.looks_ahead else None
+        future = lookahead.needed(self, view) if self.looks_ahead else None
         if future is not None and not isinstance(future, Future):
             future = self.weigh(future)
         queries, sets, visible = self._asked(view, future)
