@@ -1,0 +1,306 @@
+"""How well a linear probe reads a fact's digits from each site's keys or values, at the digit and later, beside what pinning says the model uses.
+
+That a state holds a digit in a linearly readable form does not say that the model reads it there. So the same run also plants facts, keeps
+them in one place alone or everywhere but there (as site_map does), and puts recall R beside the probe's accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvprobe import head_sets, needles, places, planting, stats
+from kvprobe.comparing import NEVER
+from kvprobe.head_sets import DELETED, HEADS, KEPT, HeadSets
+from kvprobe.probes import site_map
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+STATES = ("keys", "values")
+GROUPS = {"digit": "the digit itself", "box": "the rest of the box", "after": "the 16 tokens after it", "query": "the query"}
+AFTER = 16
+ALL = -1
+"""Stands for the mean over digits."""
+
+
+@dataclass(frozen=True)
+class CONFIG(HEADS):
+    """Settings of the linear readout; those of head sets (keep, buffer, rounds, instances, ...) are of its pinning part."""
+
+    readings: int = 256
+    """short texts whose states are read, one prefill each"""
+    read_pre: int = 8
+    """filler between stub and box in a short text [tokens]"""
+    folds: int = 5
+    """parts of the cross-validation"""
+    ridge: float = 30.0
+    """penalty of the ridge classifier, on standardised states"""
+    logistic_layers: int = 3
+    """layers, spread evenly, that are read by logistic regression too, at the digit and at one later token of each group; 0: none"""
+    read_batch: int = 16
+    """short texts of one forward"""
+    bands: int = 6
+    """runs of neighbouring layers whose heads keep or lose the fact in the pinning part"""
+    rounds: str = "3"
+    """rounds before the value in the pinning part"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(planting.rounds_of(self.rounds)) > 1:
+            raise ValueError(f"rounds={self.rounds!r}: the pinning part is of one distance")
+        if min(self.read_pre, self.logistic_layers) < 0 or min(self.read_batch, self.bands) < 1 or self.ridge <= 0:
+            raise ValueError("read_pre and logistic_layers must not be negative, read_batch and bands at least 1, ridge above 0")
+        if self.folds < 2 or self.readings < 4 * self.folds:
+            raise ValueError(f"folds={self.folds} must be at least 2, readings={self.readings} at least 4 per fold")
+
+    @property
+    def reading(self) -> needles.Layout:
+        return needles.Layout(pre=self.read_pre, box=self.box, query=self.query, age=self.box + AFTER + self.query, second_box=False)
+
+
+PRESETS = {
+    "smoke": CONFIG(model="tiny", keep=64, buffer=16, instances=3, batch_size=3, pre=8, query=60, box=24, rounds="4", bands=1, readings=24, folds=2, logistic_layers=1, threads=1),
+    "demo": CONFIG(instances=16, batch_size=16, query=16, threads=1),
+    "paper": CONFIG(keep=1024, buffer=64, pre=448, query=40, rounds="15", instances=250, readings=2000, logistic_layers=6),
+}
+
+
+def start(config: CONFIG, model) -> Session:
+    """Build the scripts and refuse what cannot work, before anything is computed."""
+    if model.tokenizer is None:
+        raise ValueError(f"model {model.name!r} came without a tokenizer: planted facts need one")
+    return Session(config, model)
+
+
+# -- the classifier -------------------------------------------------------------------------------------------------------
+
+
+def folds_of(n: int, count: int, seed: int) -> np.ndarray:
+    """The fold [n] of each sample: a random cut into `count` parts of nearly equal size."""
+    return np.random.default_rng([seed, 21]).permutation(np.arange(n) % count)
+
+
+def ridge_hits(states: np.ndarray, labels: np.ndarray, folds: np.ndarray, penalty: float) -> np.ndarray:
+    """Whether held-out labels are read right: states [n, d], labels [n, k] (k questions to the same states) -> hits [n, k].
+
+    Per fold the states are standardised by the other folds, and each question's classes regressed as -1/+1 columns with one ridge penalty;
+    the largest column is the answer. That is scikit-learn's RidgeClassifier(alpha=penalty) per question, all solved at once.
+    """
+    from sklearn.linear_model import Ridge
+    from sklearn.preprocessing import StandardScaler
+
+    classes = [np.unique(column) for column in labels.T]
+    hits = np.zeros(labels.shape, dtype=bool)
+    for fold in np.unique(folds):
+        train, test = folds != fold, folds == fold
+        scale = StandardScaler().fit(states[train])
+        targets = np.concatenate([2.0 * (labels[train, k, None] == c) - 1 for k, c in enumerate(classes)], axis=1)
+        scores = Ridge(alpha=penalty).fit(scale.transform(states[train]), targets).predict(scale.transform(states[test]))
+        at = np.cumsum([0, *map(len, classes)])
+        for k, c in enumerate(classes):
+            hits[test, k] = c[scores[:, at[k] : at[k + 1]].argmax(1)] == labels[test, k]
+    return hits
+
+
+def logistic_hits(states: np.ndarray, labels: np.ndarray, folds: np.ndarray) -> np.ndarray:
+    """The same by multinomial logistic regression (scikit-learn's defaults on standardised states)."""
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    hits = np.zeros(labels.shape, dtype=bool)
+    for fold in np.unique(folds):
+        train, test = folds != fold, folds == fold
+        for k in range(labels.shape[1]):
+            fitted = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(states[train], labels[train, k])
+            hits[test, k] = fitted.predict(states[test]) == labels[test, k]
+    return hits
+
+
+def chance(labels: np.ndarray) -> np.ndarray:
+    """What always naming the commonest label gets, per question [k] of labels [n, k]."""
+    return np.array([np.unique(column, return_counts=True)[1].max() / len(column) for column in labels.T])
+
+
+# -- the session ----------------------------------------------------------------------------------------------------------
+
+
+class Session:
+    """First the pinning part's batches, then one batch of fits per layer; the states are read once per process."""
+
+    def __init__(self, config: CONFIG, model):
+        g = model.geometry
+        self.config, self.model = config, model
+        whole, parts = (site_map.rules(g, places.expand(kind, g, config.bands)) for kind in ("heads", "grid"))
+        rules = whole | {name: holds for name, holds in parts.items() if name.startswith(site_map.WITHOUT)}
+        self.pinning = HeadSets(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
+        filler = needles.Filler(config.filler, model.tokenizer)
+        self.texts = needles.build(model.tokenizer, filler, config.reading, range(config.readings), config.seed + 1)
+        s = self.texts[0]
+        self.columns = {"digit": range(*s.value_in_box), "box": range(s.value_in_box[1], s.box[1]), "after": range(s.box[1], s.box[1] + AFTER),
+                        "query": range(s.box[1] + AFTER, s.answer[0])}
+        self.labels = np.stack([t.ids[slice(*t.value_in_box)] for t in self.texts])  # [n, digit]
+        self.chance = chance(self.labels)
+        if min(map(len, self.columns.values())) < 1:
+            raise ValueError(f"box={config.box} leaves no token behind the value: the rest of the box cannot be read")
+        if model.context is not None and len(s.ids) > model.context:
+            raise ValueError(f"a short text takes {len(s.ids)} tokens, {model.name} has a context of {model.context}")
+        self._states: dict[str, np.ndarray] | None = None
+
+    @property
+    def n_batches(self) -> int:
+        return self.pinning.n_batches + len(self.model.geometry.kv_layers)
+
+    @property
+    def bytes_needed(self) -> int:
+        """Rough size of the folder: the pinning part's and 250 bytes a row."""
+        g = self.model.geometry
+        return self.pinning.bytes_needed + 250 * 2 * len(STATES) * len(GROUPS) * self.labels.shape[1] * len(g.kv_layers) * g.n_kv * 2
+
+    def tokens(self, batch: int) -> int:
+        """Model tokens of a batch; the short texts count where they are read."""
+        if batch < self.pinning.n_batches:
+            return self.pinning.tokens(batch)
+        return self.config.readings * (self.texts[0].answer[0]) if batch == self.pinning.n_batches else 0
+
+    def facts(self) -> dict:
+        s = self.texts[0]
+        told = {"tokens": s.answer[0], "box": s.box, "value_in_box": s.value_in_box, "groups": {k: [c[0], c[-1] + 1] for k, c in self.columns.items()},
+                "hash": _hash(self.texts)}
+        return self.pinning.facts() | {"readings": told, "bands": [list(b) for b in places.bands(self.model.geometry, self.config.bands)]}
+
+    def compute(self, batch: int, rows: Callable, tick):
+        """Rows of one batch: a pinning batch, or the fits of one layer."""
+        if batch < self.pinning.n_batches:
+            return self.pinning.compute(batch, rows, tick)
+        if self._states is None:
+            self._states = self.read(tick)
+        return self._fits(batch - self.pinning.n_batches), None, []
+
+    def read(self, tick) -> dict[str, np.ndarray]:
+        """keys, values [layer, head, column, n, d] of all short texts, columns from the value's first token to the last before the answer."""
+        import torch
+
+        from kvprobe import engine, registry
+        from kvprobe.eviction_cache import EvictionCache
+
+        first, stop, g = self.columns["digit"][0], self.texts[0].answer[0], self.model.geometry
+        found = {k: np.empty((len(g.kv_layers), g.n_kv, stop - first, len(self.texts), g.d_head), dtype=np.float32) for k in STATES}
+        for i in range(0, len(self.texts), self.config.read_batch):
+            some = self.texts[i : i + self.config.read_batch]
+            ids = torch.as_tensor(np.stack([t.ids[:stop] for t in some]), device=self.model.device)
+            cache = EvictionCache(self.model.model.config, g, NEVER, registry.make_policy("random"))
+            engine.force(self.model, cache, ids, tick=tick)
+            for k in STATES:
+                for row, layer in enumerate(g.kv_layers):
+                    found[k][row, :, :, i : i + len(some)] = getattr(cache.layers[layer], k)[:, :, first:].permute(1, 2, 0, 3).float().cpu().numpy()
+        return found
+
+    def _fits(self, row: int) -> list[dict]:
+        c, layer = self.config, self.model.geometry.kv_layers[row]
+        folds = folds_of(len(self.texts), c.folds, c.seed)
+        mixed = np.random.default_rng([c.seed, 22]).permutation(len(self.texts))
+        both = np.concatenate([self.labels, self.labels[mixed]], axis=1)  # the same fits answer for shuffled labels
+        deep = len(self.model.geometry.kv_layers)
+        by_logistic = {int(x) for x in np.linspace(0, deep - 1, c.logistic_layers).round()} if c.logistic_layers else set()
+        out = []
+        for k in STATES:
+            for head in range(self.model.geometry.n_kv):
+                states = self._states[k][row, head]
+                base = dict(layer=layer, head=head, state=k)
+                out += self._group_rows(base | dict(method="ridge"), lambda x, y: ridge_hits(x, y, folds, c.ridge), states, both, every=True)
+                if row in by_logistic:
+                    out += self._group_rows(base | dict(method="logistic"), lambda x, y: logistic_hits(x, y, folds), states, self.labels, every=False)
+        return out
+
+    def _group_rows(self, base: dict, fit: Callable, states: np.ndarray, labels: np.ndarray, every: bool) -> list[dict]:
+        """Accuracy per group of tokens and digit, the mean over the group's tokens; one fit per token. every: all tokens of a group, else the last."""
+        digits, first, out = self.labels.shape[1], self.columns["digit"][0], []
+        for group, columns in self.columns.items():
+            if group == "digit":  # each digit is read where it stands
+                hits = np.concatenate([fit(states[columns[t % digits] - first], labels[:, t, None]) for t in range(labels.shape[1])], axis=1).astype(float)
+            else:
+                hits = np.mean([fit(states[x - first], labels) for x in (columns if every else columns[-1:])], axis=0)
+            for name, part in (("true", hits[:, :digits]), ("shuffled", hits[:, digits:])):
+                for digit in range(ALL, part.shape[1]) if part.size else ():
+                    mine = part.mean(1) if digit == ALL else part[:, digit]
+                    e = stats.mean(mine, self.config.seed, clusters=range(len(mine)))
+                    out.append(base | dict(group=group, digit=digit, labels=name, n=e.n, metric="accuracy", value=e.value, low=e.low, high=e.high, unit="fraction",
+                                           chance=float(self.chance.mean() if digit == ALL else self.chance[digit])))
+        return out
+
+    def report(self, rows: pd.DataFrame, folder):
+        from kvprobe.runner import Check, Report
+
+        table = report_table(rows, folder.manifest)
+        title = f"linear readout, {self.model.name}, n={len(self.texts)} short texts; pinned: n={self.config.instances}, K={self.config.keep}, r={self.config.buffer}, {self.config.rounds} rounds"
+        s = summary(rows, folder.manifest)
+        shuffled = s[(s.method == "ridge") & (s.labels == "shuffled")]
+        excess = (shuffled.groupby(["state", "group"]).accuracy.mean() - self.chance.mean()).max()
+        checks = [Check("shuffled labels are read no better than by always naming the commonest", bool(excess <= 0.02), f"largest accuracy - chance {excess:.3f} over states and groups", "<= 0.02"),
+                  *self.pinning.checks(rows[rows["case"].notna()], folder)]
+        return Report(title, table, table.to_string(index=False), checks, {"title": title})
+
+
+def _hash(texts) -> str:
+    import hashlib
+
+    return hashlib.sha256("".join(t.sha256 for t in texts).encode()).hexdigest()[:16]
+
+
+# -- from rows to values --------------------------------------------------------------------------------------------------
+
+
+def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
+    """Accuracy per method, labels, state, group, layer and head: the mean over digits with its interval over texts, and chance."""
+    table = rows[(rows.metric == "accuracy") & (rows.digit == ALL)].rename(columns={"value": "accuracy"})
+    columns = ["method", "labels", "state", "group", "layer", "head", "accuracy", "low", "high", "chance", "n"]
+    return table[columns].astype({"layer": int, "head": int, "n": int}).reset_index(drop=True)
+
+
+def pinned(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
+    """Recall R gained (kept there alone) and lost (ablated there), as in site_map: per head in all layers, and lost per head of a band."""
+    import pandas as pd
+
+    logp, out, seed = head_sets.wide(rows[rows["case"].notna()], "logp"), [], manifest["settings"]["seed"]
+    available = (logp[KEPT] - logp[DELETED]).to_numpy()
+    told = stats.mean(available, seed)
+    defined = not told.low <= 0 <= told.high
+    every = [layer for band in manifest["bands"] for layer in band]
+    for kind, band in [("head", every), *(("band", b) for b in manifest["bands"])]:
+        for head in range(manifest["model"]["kv_heads"]):
+            name = f"head {head}" if kind == "head" else f"{places.span_name(band)}, head {head}"
+            gains = dict(lost=logp[KEPT] - logp[site_map.WITHOUT + name]) | (dict(gained=logp[site_map.ALONE + name] - logp[DELETED]) if kind == "head" else {})
+            row = dict(kind=kind, first=band[0], last=band[-1], head=head, n=len(logp))
+            for key, x in gains.items():
+                e = stats.ratio(x, available, seed) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(x))
+                row |= {key: e.value, f"{key}_low": e.low, f"{key}_high": e.high}
+            out.append(row)
+    return pd.DataFrame(out)
+
+
+def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
+    """Per head and state: mean accuracy over layers, and the best layer's, for each group of tokens; beside it R gained and lost by pinning."""
+    import pandas as pd
+
+    s, use = summary(rows, manifest), pinned(rows, manifest)
+    s = s[s.method == "ridge"]
+    true, mixed = s[s.labels == "true"], s[s.labels == "shuffled"]
+    out = []
+    for (state, head), part in true.groupby(["state", "head"]):
+        row = {"states": state, "KV head": head, "n": int(part.n.iloc[0])}
+        for group in GROUPS:
+            g = part[part.group == group]
+            best = g.loc[g.accuracy.idxmax()]
+            row[f"{GROUPS[group]}: mean (best layer)"] = f"{g.accuracy.mean():.2f} ({best.accuracy:.2f} in {best.layer})"
+        row["shuffled"] = f"{mixed[(mixed.state == state) & (mixed['head'] == head)].accuracy.mean():.2f}"
+        row["chance"] = f"{part.chance.mean():.2f}"
+        r = use[(use.kind == "head") & (use["head"] == head)].iloc[0]
+        for key, title in (("gained", "R, kept in the head alone"), ("lost", "R lost without the head")):
+            row[title] = "n/a" if np.isnan(r[key]) else stats.Estimate(r[key], r[f"{key}_low"], r[f"{key}_high"], r.n).text()
+        out.append(row)
+    return pd.DataFrame(out)
