@@ -344,8 +344,12 @@ class Prompting:
             if a.policy is None:
                 return prompt.cache.branch(1, plan=NEVER, policy=random.POLICY())
             source = self._prefilled(prompt.ids, prompt.number, a.policy)[0] if hasattr(a.policy, "observe") else prompt.cache  # watches in its own way
-            branch = source.branch(1, plan=self._plan(a), policy=a.policy, seed=eviction_seed(self.config.seed, a.draw))
-            branch.evict_now(self.ahead_of(a, prompt))
+            return self.evict(source, a, a.policy, self.ahead_of(a, prompt))
+
+    def evict(self, source, a: Arm, policy, ahead):
+        """A branch of a held cache, evicted to the arm's budget by a policy that is handed `ahead`."""
+        branch = source.branch(1, plan=self._plan(a), policy=policy, seed=eviction_seed(self.config.seed, a.draw))
+        branch.evict_now(ahead)
         self._equal(a, branch)
         return branch
 

@@ -1,0 +1,186 @@
+"""How many continuations, how long: recall of the oracle's entries, output error and log p over M and T (LORE Table 13, App. E.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvprobe import stats
+from kvprobe.prompting import CHANCE, COMMON, METRICS, Arm, Prompt, Prompting, arm, build_tasks, numbers, per_prompt, seed_spread
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CRITERIA = {"LORE": "projected", "AnDPro": "anchor"}
+"""What is done with the same queries: LORE's cost of deletion, or AnDPro's criterion (the matched lookahead budget of Table 13b)."""
+DIGITS = {"recall": 3, "recall_free": 3, "error": 4, "logp": 2, "retrieved": 2}
+
+
+@dataclass(frozen=True)
+class CONFIG(COMMON):
+    """Settings of the lookahead geometry probe."""
+
+    ms: str = "1,2,4,8"
+    """numbers of continuations (M), nested prefixes of one draw"""
+    ts: str = "2,8,16"
+    """their lengths (T), prefixes of the same draw [tokens]"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("ms", "ts"):
+            numbers(name, getattr(self, name))
+        if len(self.budgets) > 1:
+            raise ValueError(f"keeps={self.keeps!r}: this probe sweeps the continuations at one budget")
+
+    @property
+    def keep(self) -> int:
+        return self.budgets[0]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(M, T)"""
+        return [(m, t) for m in numbers("ms", self.ms) for t in numbers("ts", self.ts)]
+
+
+PRESETS = {
+    "smoke": CONFIG(model="tiny", instances=2, length=480, keeps="96", window=8, future=5, ms="1,2", ts="2,3", sampling_seeds=2, kinds="needles", threads=1),
+    "demo": CONFIG(threads=1),
+    "paper": CONFIG(ts="2,4,8,16,32", instances=100, length=900),
+}
+
+
+def start(config: CONFIG, model) -> Session:
+    """Build prompts and arms, and refuse what cannot work, before anything is computed."""
+    return Session(config, model, build_tasks(config, model), arms(config, model))
+
+
+def arms(config: CONFIG, model) -> list[Arm]:
+    """The full cache, the oracle and chance as marks; then every (M, T), and none, under both criteria."""
+    from kvprobe.oracle import Given
+
+    none = dict(criterion="", m=0, t=0)
+    out = [Arm("full", None, columns=none), Arm("oracle", Given(), config.keep, columns=none), *arm("random", "random", config.keep, config, model, none)]
+    for criterion, objective in CRITERIA.items():
+        for m, t in [(0, 0), *config.sizes]:
+            policy = f"lore(window={config.window},m={m},t={max(1, t)},objective='{objective}',form='{config.form}',chunk=1)"
+            out += arm(f"{criterion}, M={m} T={t}" if m else f"{criterion}, window only", policy, config.keep, config, model, dict(criterion=criterion, m=m, t=t))
+    return out
+
+
+class Session(Prompting):
+    """All sizes of a draw are scored in one walk over the keys: the cost of each continuation's first T queries, then eq. 7 by M and T."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._walked: tuple = (None, {})
+
+    def _gather(self):
+        from kvprobe.comparing import Gather
+        from kvprobe.types import Needs
+
+        return Gather(Needs(window=self.config.window))
+
+    def evicted(self, a: Arm, prompt: Prompt):
+        """As the arm's policy would, from the shared walk: chunk 1 and uniform budgets leave nothing but the scores to choose by."""
+        from kvprobe.oracle import Given
+
+        if not a.columns["criterion"]:
+            return super().evicted(a, prompt)
+        if self._walked[0] is not prompt:
+            self._walked = (prompt, {})
+        key = (a.draw, a.policy.objective)
+        if key not in self._walked[1]:
+            self._walked[1][key] = self._walk(prompt, a)
+        return self.evict(prompt.cache, a, Given(), self._walked[1][key][a.columns["m"], a.columns["t"]])
+
+    def _walk(self, prompt: Prompt, a: Arm) -> dict[tuple[int, int], dict]:
+        """{(M, T): {layer: [1 hkv n]}}, scores by eq. 7 of every size of one draw; (0, 0) is the window alone."""
+        import dataclasses
+
+        import torch
+
+        from kvprobe import deletion
+
+        found, cache = prompt.draws[a.draw], prompt.cache
+        weights = {(m, t): dataclasses.replace(a.policy, m=m, t=t).weigh(found).weights[0] for m, t in self.config.sizes}
+        steps, at = torch.arange(found.t, device=found.valid.device), cache.window_positions
+        none = torch.zeros(at.shape[1] + found.m * found.t, dtype=torch.bool, device=at.device)
+        sets = {"window": torch.cat([at[0] >= 0, none[at.shape[1] :]])}
+        for k, t in {(k, t) for m, t in self.config.sizes for k in range(m)}:
+            own = torch.zeros_like(found.valid[0])
+            own[k] = found.valid[0, k] & (steps < t)
+            sets[k, t] = torch.cat([none[: at.shape[1]], own.flatten().to(at.device)])
+        out: dict = {size: {} for size in [(0, 0), *self.config.sizes]}
+        cost = deletion.Cost(a.policy.objective, a.policy.form, a.policy.eps, a.policy.group)
+        for i, layer in enumerate(cache.geometry.kv_layers):
+            held = cache.layers[layer]
+            ahead = found.queries[layer].to(held.keys.device).transpose(1, 2).flatten(2, 3)
+            causal = cache.positions[i, :, :, None, :] <= at[:, None, :, None]
+            visible = torch.cat([causal, torch.ones_like(causal[:, :, :1]).expand(-1, -1, ahead.shape[2], -1)], dim=2).to(held.keys.device)
+            gram = a.policy._gram(layer, held.keys.device) if a.policy.objective == "projected" else None
+            psi = deletion.by_set(torch.cat([held.queries, ahead], dim=2), held.keys, held.values, held.scaling, sets, gram, visible, cost=cost)
+            out[0, 0][layer] = psi["window"]
+            for (m, t), omega in weights.items():
+                out[m, t][layer] = psi["window"] + a.policy.lam_l * sum(omega[k].to(held.keys.device) * psi[k, t] for k in range(m))
+        return out
+
+    def report(self, rows: pd.DataFrame, folder):
+        from kvprobe.runner import Check, Report
+
+        table = report_table(rows, folder.manifest)
+        title = f"lookahead geometry, {self.model.name}, B={self.config.keep}, n={self.config.instances}"
+        found = contrasts(rows, folder.manifest)
+        chance = stats.difference(*(per_prompt(rows, "recall", arm=name) for name in ("random", CHANCE)), self.config.seed)
+        ceiling, best = (rows[(rows.metric == m) & (rows.arm == "oracle")].value for m in ("recall", "error"))
+        others = rows[(rows.metric == "error") & (rows.arm != "oracle")].groupby("arm").value.mean()
+        small = self.config.model == "tiny"
+        checks = [Check("random eviction meets the oracle's set as often as the closed form says", None if small else abs(chance.value) <= 0.01, f"off by {chance.text(4)}", "within .01"),
+                  Check("the oracle keeps its own set", bool((ceiling == 1).all()), f"recall {ceiling.min():.3f} at least", "1"),
+                  Check("no arm has a lower output error than the oracle", None if small else bool(best.mean() <= others.min()), f"{best.mean():.4f} against {others.min():.4f} ({others.idxmin()})", "the oracle's is lowest")]
+        text = table.to_string(index=False) + "\n\n" + "\n".join(f"  {name}: {', '.join(f'{m} {e.text(DIGITS[m])}' for m, e in by.items())}" for name, by in found.items())
+        return Report(title, table, text, checks, {"title": title, "contrasts": {name: {m: [e.value, e.low, e.high, e.n] for m, e in by.items()} for name, by in found.items()}})
+
+
+def contrasts(rows: pd.DataFrame, manifest: dict) -> dict[str, dict[str, stats.Estimate]]:
+    """What is asked of the grid, each the mean difference over prompts: more steps, more continuations, any at all, and the criterion."""
+    settings = manifest["settings"]
+    ms, ts = numbers("ms", settings["ms"]), numbers("ts", settings["ts"])
+    m, t, seed = ms[len(ms) // 2], ts[len(ts) // 2], settings["seed"]
+
+    def of(criterion, m, t):
+        return f"{criterion}, M={m} T={t}" if m else f"{criterion}, window only"
+
+    pairs = {f"T {ts[0]} -> {ts[-1]} at M={m}": (of("LORE", m, ts[-1]), of("LORE", m, ts[0])),
+             f"M {ms[0]} -> {ms[-1]} at T={t}": (of("LORE", ms[-1], t), of("LORE", ms[0], t)),
+             f"a single continuation of {t} over the window only": (of("LORE", ms[0], t), of("LORE", 0, 0)),
+             f"M={m} T={t} over the window only": (of("LORE", m, t), of("LORE", 0, 0)),
+             f"LORE over AnDPro's criterion, the same {m} x {t} queries": (of("LORE", m, t), of("AnDPro", m, t))}
+    return {name: {metric: stats.difference(per_prompt(rows, metric, arm=a), per_prompt(rows, metric, arm=b), seed) for metric in METRICS} for name, (a, b) in pairs.items()}
+
+
+def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
+    """Per arm: every metric, the mean over seeds and then prompts, with its interval over prompts and its spread over sampling seeds."""
+    import pandas as pd
+
+    seed, out = manifest["settings"]["seed"], []
+    for name, part in rows.groupby("arm", sort=False):
+        line = dict(arm=name) | {c: part[c].iloc[0] for c in ("criterion", "m", "t")}
+        for metric in METRICS:
+            if (part.metric == metric).any():
+                e = stats.mean(per_prompt(part, metric), seed)
+                line |= {"n": e.n, metric: e.value, f"{metric}_low": e.low, f"{metric}_high": e.high, f"{metric}_sd": seed_spread(part, metric)}
+        out.append(line)
+    return pd.DataFrame(out)
+
+
+def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
+    """The table as printed."""
+    import pandas as pd
+
+    def text(r, metric):
+        v = [getattr(r, metric), getattr(r, f"{metric}_low"), getattr(r, f"{metric}_high")]
+        return "-" if pd.isna(v[0]) else stats.Estimate(*map(float, v), r.n).text(DIGITS[metric])
+
+    heads = {"recall": "Recall@B", "recall_free": "free slots", "error": "output error", "logp": "log p [nats]", "retrieved": "retrieval"}
+    return pd.DataFrame([{"arm": r.arm, "n": r.n} | {head: text(r, m) for m, head in heads.items()} | {"seed sd of recall": "-" if pd.isna(r.recall_sd) else f"{r.recall_sd:.4f}"}
+                         for r in summary(rows, manifest).itertuples()])
