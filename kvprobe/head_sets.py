@@ -70,7 +70,7 @@ class Wording:
 
 ONE = Wording()
 SPANS = ("x", "y")
-"""Names of the boxes' spans; "x value" is the span of the value's tokens in box x."""
+"""Names of the boxes' spans; "x value" is the span of the value's tokens in box x, "x answer" where they stand after the last question."""
 
 
 def stories(config: HEADS, tokenizer, wording: Wording = ONE) -> list[Story]:
@@ -82,7 +82,7 @@ def stories(config: HEADS, tokenizer, wording: Wording = ONE) -> list[Story]:
         raise ValueError(f"the last box ends at {stop}: only positions below {last} are candidates from the first round on")
     numbers = planting.values(config.seed, 5, 2 * config.instances)
     found = [_story(config, tokenizer, filler, head, first, wording, i, {"x": numbers[i], "y": numbers[-1 - i]}) for i in range(config.instances)]
-    if len({len(s.asks[0].value) for s in found}) > 1:
+    if len({(len(s.asks[0].value), *s.spans.values()) for s in found}) > 1:
         raise ValueError("the values take different numbers of tokens: instances could not be compared")
     if found[0].asks[0].at < stop:
         raise ValueError(f"the first question comes after {found[0].asks[0].at} tokens, before the last box has ended at {stop}: ask later")
@@ -102,6 +102,10 @@ def _story(config: HEADS, tokenizer, filler, head, first: int, wording: Wording,
     asked, span = needles.locate(tokenizer, wording.query.format(**words) + answer, answer)
     query = planting.filled(filler, asked[: span[0]], config.query, forbidden, np.random.default_rng([config.seed, 8, i]), front=True)
     asks = tuple(Ask(f"{n} rounds", planting.asked_after(config.plan, n, config.query), query, asked[span[0] :]) for n in planting.rounds_of(config.rounds))
+    for name, _ in zip(SPANS, wording.boxes):
+        a, z = needles.locate(tokenizer, wording.query.format(**words) + answer, numbers[name])[1]
+        behind = asks[-1].at + config.query - span[0]
+        inside[f"{name} answer"] = (behind + a, behind + z)
     ids, spans = planting.write(filler, head, marks, asks[-1].at, forbidden, np.random.default_rng([config.seed, 6, i]))
     facts = ", ".join(f"{words['var']}{'' if name == 'x' else '2'} = {numbers[name]}" for name, _ in zip(SPANS, wording.boxes))
     return Story(i, ids, len(head), asks, spans | inside, facts)
