@@ -35,7 +35,7 @@ class CONFIG(HEADS):
 
 PRESETS = {
     "smoke": CONFIG(model="tiny", keep=96, buffer=48, rounds="1", instances=3, batch_size=3, pre=8, query=64, box=24, threads=1),
-    "demo": CONFIG(threads=1, batch_size=12),
+    "demo": CONFIG(threads=1),
     "paper": CONFIG(keep=1024, buffer=64, pre=448, rounds="15", query=40, instances=250),
 }
 
