@@ -25,7 +25,7 @@ def test_all_stands_for_every_installed_policy_and_the_shared_draw():
 
 @pytest.mark.parametrize("text", ["", " , "])
 def test_an_empty_list_is_refused(text):
-    with pytest.raises(ValueError, match="names no policy; known: caote"):
+    with pytest.raises(ValueError, match="names no policy; known: adakv"):
         split(text)
 
 
@@ -38,7 +38,7 @@ def test_options_reach_the_policy(name, fields):
 
 
 @pytest.mark.parametrize("name, says", [
-    ("nope", "'nope' is unknown; known: caote"), ("random(size=1)", "has no option 'size'"), ("random(block)", "'block' is not field=value"), ("random(block=x)", "block='x' is not allowed"),
+    ("nope", "'nope' is unknown; known: adakv"), ("random(size=1)", "has no option 'size'"), ("random(block)", "'block' is not field=value"), ("random(block=x)", "block='x' is not allowed"),
     ("random(block=1", "is not understood"), ("random(block=1)x", "is not understood"), ("random(block=0)", "at least 1"), ("random(shared=1)", "shared=1 is not allowed"),
     ("snapkv(pooling=median)", "'average'"), ("prefix_sliding", "recency with the prompt protected"), ("nope.py", "does not exist")])
 def test_what_does_not_exist_is_named(name, says):

@@ -173,11 +173,12 @@ def test_refused(llama, ids, bad, say):
 
 
 def test_only_compress_lets_it_look_ahead(llama, ids):
-    cache = kvprobe.cache(llama[0], policy="lore", keep=10, buffer=4)
-    with pytest.raises(ValueError, match="compress"):
+    for policy in ("lore", make_policy("lore"), make_policy("lore", model=llama[0])):
+        with pytest.raises(ValueError, match="lore looks ahead.*kvprobe.compress"):
+            kvprobe.cache(llama[0], policy=policy, keep=10, buffer=4)
+    cache = kvprobe.cache(llama[0], policy="lore", keep=10, schedule="prompt_end")
+    with pytest.raises(ValueError, match="lore looks ahead.*kvprobe.compress"):
         kvprobe.force(llama[0], cache, ids[:1, :40])
-    with pytest.raises(ValueError, match="compress|bind"):
-        kvprobe.force(llama[0], kvprobe.cache(llama[0], policy=make_policy("lore"), keep=10, buffer=4), ids[:1, :40])
     from kvprobe import arms
 
     assert not any(name.startswith("lore") for name in arms.split("all"))
