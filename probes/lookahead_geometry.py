@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvprobe import stats
-from kvprobe.prompting import CHANCE, COMMON, METRICS, Arm, Prompt, Prompting, arm, build_tasks, numbers, per_prompt, seed_spread
+from kvprobe.prompting import CHANCE, COMMON, METRICS, Arm, arm, build_tasks, numbers, per_prompt, seed_spread
+from kvprobe.walking import Walking
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,62 +68,8 @@ def arms(config: CONFIG, model) -> list[Arm]:
     return out
 
 
-class Session(Prompting):
-    """All sizes of a draw are scored in one walk over the keys: the cost of each continuation's first T queries, then eq. 7 by M and T."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._walked: tuple = (None, {})
-
-    def _gather(self):
-        from kvprobe.comparing import Gather
-        from kvprobe.types import Needs
-
-        return Gather(Needs(window=self.config.window))
-
-    def evicted(self, a: Arm, prompt: Prompt):
-        """As the arm's policy would, from the shared walk: chunk 1 and uniform budgets leave nothing but the scores to choose by."""
-        from kvprobe.oracle import Given
-
-        if not a.columns["criterion"]:
-            return super().evicted(a, prompt)
-        if self._walked[0] is not prompt:
-            self._walked = (prompt, {})
-        key = (a.draw, a.policy.objective)
-        if key not in self._walked[1]:
-            self._walked[1][key] = self._walk(prompt, a)
-        return self.evict(prompt.cache, a, Given(), self._walked[1][key][a.columns["m"], a.columns["t"]])
-
-    def _walk(self, prompt: Prompt, a: Arm) -> dict[tuple[int, int], dict]:
-        """{(M, T): {layer: [1 hkv n]}}, scores by eq. 7 of every size of one draw; (0, 0) is the window alone."""
-        import dataclasses
-
-        import torch
-
-        from kvprobe import deletion
-
-        found, cache = prompt.draws[a.draw], prompt.cache
-        weights = {(m, t): dataclasses.replace(a.policy, m=m, t=t).weigh(found).weights[0] for m, t in self.config.sizes}
-        steps, at = torch.arange(found.t, device=found.valid.device), cache.window_positions
-        none = torch.zeros(at.shape[1] + found.m * found.t, dtype=torch.bool, device=at.device)
-        sets = {"window": torch.cat([at[0] >= 0, none[at.shape[1] :]])}
-        for k, t in {(k, t) for m, t in self.config.sizes for k in range(m)}:
-            own = torch.zeros_like(found.valid[0])
-            own[k] = found.valid[0, k] & (steps < t)
-            sets[k, t] = torch.cat([none[: at.shape[1]], own.flatten().to(at.device)])
-        out: dict = {size: {} for size in [(0, 0), *self.config.sizes]}
-        cost = deletion.Cost(a.policy.objective, a.policy.form, a.policy.eps, a.policy.group)
-        for i, layer in enumerate(cache.geometry.kv_layers):
-            held = cache.layers[layer]
-            ahead = found.queries[layer].to(held.keys.device).transpose(1, 2).flatten(2, 3)
-            causal = cache.positions[i, :, :, None, :] <= at[:, None, :, None]
-            visible = torch.cat([causal, torch.ones_like(causal[:, :, :1]).expand(-1, -1, ahead.shape[2], -1)], dim=2).to(held.keys.device)
-            gram = a.policy._gram(layer, held.keys.device) if a.policy.objective == "projected" else None
-            psi = deletion.by_set(torch.cat([held.queries, ahead], dim=2), held.keys, held.values, held.scaling, sets, gram, visible, cost=cost)
-            out[0, 0][layer] = psi["window"]
-            for (m, t), omega in weights.items():
-                out[m, t][layer] = psi["window"] + a.policy.lam_l * sum(omega[k].to(held.keys.device) * psi[k, t] for k in range(m))
-        return out
+class Session(Walking):
+    """All sizes of a draw are scored from one walk over the keys per criterion."""
 
     def report(self, rows: pd.DataFrame, folder):
         from kvprobe.runner import Check, Report
@@ -164,13 +111,14 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
     seed, out = manifest["settings"]["seed"], []
     for name, part in rows.groupby("arm", sort=False):
-        line = dict(arm=name) | {c: part[c].iloc[0] for c in ("criterion", "m", "t")}
+        line = dict(arm=name) | {c: part[c].iloc[0] for c in ("criterion", "m", "t") if name != CHANCE}
         for metric in METRICS:
             if (part.metric == metric).any():
                 e = stats.mean(per_prompt(part, metric), seed)
                 line |= {"n": e.n, metric: e.value, f"{metric}_low": e.low, f"{metric}_high": e.high, f"{metric}_sd": seed_spread(part, metric)}
         out.append(line)
-    return pd.DataFrame(out)
+    table = pd.DataFrame(out)
+    return table.assign(criterion=table.criterion.fillna(""), m=table.m.fillna(0).astype(int), t=table.t.fillna(0).astype(int))
 
 
 def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
