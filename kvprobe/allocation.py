@@ -7,6 +7,7 @@ between heads towards the first. Kept sets are bool [.. n], so that their order 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -40,18 +41,30 @@ def chunks(score: Tensor, count: int | Tensor, size: int, candidate: Tensor | No
     Exactly `count` candidates. Chunks are counted from position 0 (positions [.. n] of the entries, None for 0..n-1; those of
     no candidate are ignored). LORE Table 4, protocols 5.
     """
-    if size < 1:
-        raise ValueError(f"chunks of size={size} entries: at least 1")
     n = score.shape[-1]
     candidate = torch.ones_like(score, dtype=torch.bool) if candidate is None else candidate.expand_as(score)
-    positions = torch.arange(n, device=score.device) if positions is None else positions
-    of = (positions.expand_as(score).long() // size).masked_fill(~candidate, 0).clamp(min=0)
-    many = int(of.amax()) + 1
-    sums = score.new_zeros(*score.shape[:-1], many, dtype=torch.float64).scatter_add_(-1, of, score.double().masked_fill(~candidate, 0.0))
-    sizes = torch.zeros_like(sums).scatter_add_(-1, of, candidate.double())
+    of, sums, sizes = _by_chunk(score, size, candidate, positions)
     place = ranks(sums / sizes.clamp(min=1), sizes > 0).gather(-1, of)
     first = place * n + ranks(score, candidate)  # chunk by chunk, the best entry of each first
     return top(-first.double(), count, candidate)
+
+
+def chunk_scores(score: Tensor, size: int, candidate: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    """float64 [.. n]: for each candidate the mean score of its chunk's candidates, 0 for the others; what `chunks` ranks chunks by."""
+    candidate = torch.ones_like(score, dtype=torch.bool) if candidate is None else candidate.expand_as(score)
+    of, sums, sizes = _by_chunk(score, size, candidate, positions)
+    return (sums / sizes.clamp(min=1)).gather(-1, of).masked_fill(~candidate, 0.0)
+
+
+def _by_chunk(score: Tensor, size: int, candidate: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(chunk of each entry [.. n], sums of the candidates' scores [.. chunks], their numbers [.. chunks])."""
+    if size < 1:
+        raise ValueError(f"chunks of size={size} entries: at least 1")
+    positions = torch.arange(score.shape[-1], device=score.device) if positions is None else positions
+    of = (positions.expand_as(score).long() // size).masked_fill(~candidate, 0).clamp(min=0)
+    many = int(of.amax()) + 1
+    sums = score.new_zeros(*score.shape[:-1], many, dtype=torch.float64).scatter_add_(-1, of, score.double().masked_fill(~candidate, 0.0))
+    return of, sums, torch.zeros_like(sums).scatter_add_(-1, of, candidate.double())
 
 
 def diverse(score: Tensor, count: int | Tensor, keys: Tensor, values: Tensor, by_key: float, by_value: float, candidate: Tensor | None = None,
@@ -149,6 +162,21 @@ def adakv(score: Tensor, base: int, alpha: float, form: Literal["interpolated", 
     if form == "released":
         return (f * (1 - alpha) + int(base * alpha)).round().long()
     raise ValueError(f"form={form!r} is unknown; known: 'interpolated', 'floor', 'released'")
+
+
+def per_layer(budgets: Callable[[Tensor, int, Tensor], Tensor], score: Tensor, keep: Tensor, held: Tensor, real: Tensor) -> Tensor:
+    """A policy's `allocate` from budgets(score [h n], total, candidate [h n]) -> [h] of one layer's free entries, for every layer and row."""
+    candidate, held = real & ~held, held.sum(-1)
+    free, out = (keep - held).sum(-1), held.clone()
+    for i, b in ((i, b) for i in range(score.shape[0]) for b in range(score.shape[1])):
+        out[i, b] += budgets(score[i, b].masked_fill(~candidate[i, b], 0.0), int(free[i, b]), candidate[i, b])
+    return out
+
+
+def per_model(budgets: Callable[[Tensor, int, Tensor], Tensor], score: Tensor, keep: Tensor, held: Tensor, real: Tensor) -> Tensor:
+    """The same where the heads of all layers share one budget: they are given as heads of one layer."""
+    (layers, _, heads, _), rows = score.shape, [x.transpose(0, 1).flatten(1, 2)[None] for x in (score, keep, held, real)]
+    return per_layer(budgets, *rows)[0].unflatten(1, (layers, heads)).transpose(0, 1)
 
 
 # -- budgets of layers ----------------------------------------------------------------------------------------------

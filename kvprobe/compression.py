@@ -94,13 +94,13 @@ def structural(model: Model, ids: Sequence[int]) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_ratio: float | None = None, question: str | Sequence[str] | None = None, chat: bool = False,
-             n_sink: int = 1, protect_window: int = 32, protect_structural: bool = True, pins: Sequence[Pin] = (), pins_free: bool = False,
+             protect_first: int = 1, protect_window: int = 32, protect_structural: bool = True, pins: Sequence[Pin] = (), pins_free: bool = False,
              positions: str = "original", seed: int = 0, instances: Sequence[int] | None = None, future=None, **policy_options) -> Compressed:
     """Prefill a prompt and evict once, down to `keep` entries per KV head (protected ones inside, unless pins_free).
 
     prompt: a text, a list of texts, ids, or a list of id lists; lengths may differ. question: text that scoring may see: it is
     put behind the prompt before the cut. Questions that it must not see are asked of the result. keep_ratio: of the longest
-    prompt. n_sink, protect_window, protect_structural: first positions, newest positions and structural tokens that stay
+    prompt. protect_first, protect_window, protect_structural: first positions, newest positions and structural tokens that stay
     (protocols 5); the window's queries vote where a policy speaks of the buffer's (window=-1). future: a look ahead made before, instead of the policy's own. Raises ValueError for bad input before any work.
     """
     model = model if isinstance(model, Model) else prepare(model)
@@ -109,7 +109,7 @@ def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_rati
     generation._check_length(model, rows, 1, endless=False)
     plan = Plan(Plan.resolve_keep(keep, keep_ratio, max(map(len, rows))), 0, pins_free, "prompt_end")
     chosen = registry.make_policy(_at_prompt_end(registry.make_policy(policy, policy_options), protect_window), None, model)
-    common = tuple(pins) + ((SinkPin(n_sink),) if n_sink else ()) + ((WindowPin(protect_window),) if protect_window else ())
+    common = tuple(pins) + ((SinkPin(protect_first),) if protect_first else ()) + ((WindowPin(protect_window),) if protect_window else ())
     row_pins = [tuple(SpanPin(a, z, elsewhere="free") for a, z in structural(model, row)) if protect_structural else () for row in rows]
     cache = EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins,
                           instances=generation._instances(instances, len(rows)), seed=seed, rotate=rotation(model, positions))

@@ -46,6 +46,24 @@ class Rotary:
         angle = positions.double()[..., None] * self.omega.to(positions.device)
         return torch.polar(torch.ones_like(angle), angle)
 
+    def turned(self, x: Tensor, by: Tensor) -> Tensor:
+        """x [... d] turned by integer positions [...], in x's own precision; lengths stay as they are."""
+        angle = by.double()[..., None] * self.omega.to(by.device)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        a, out = x[..., self.first], torch.empty_like(x)
+        pair = self.first != self.second
+        b = x[..., self.second]
+        out[..., self.first] = torch.where(pair, a * cos - b * sin, a)
+        out[..., self.second[pair]] = (a * sin + b * cos)[..., pair]
+        return out
+
+    def mean_turn(self, start: Tensor, count: int, d: int) -> Tensor:
+        """float64 [b d d]: the mean of the rotations by positions start..start+count-1, for rows x @ matrix. start [b]."""
+        positions = start[:, None] + torch.arange(count, device=start.device)
+        basis = torch.eye(d, dtype=torch.float64, device=start.device)
+        mean = self.phase(positions).mean(1)  # the mean of turns is a turn and a shrinking of each pair
+        return self.dimensions(self.pairs(basis) * mean[:, None], d)
+
 
 @torch.no_grad()
 def read(model: Model, layer: int) -> Rotary:

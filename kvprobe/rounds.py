@@ -86,7 +86,7 @@ class Rounds:
         score = score if score.dtype == torch.float64 else score.to(torch.float32)
         every = torch.ones((), dtype=torch.bool, device=score.device) if real is None else real
         if hasattr(self.policy, "allocate") or hasattr(self.policy, "select"):
-            surplus, score = self._chosen(views, score, bias, every.expand_as(score), surplus, due)
+            surplus, score = self._chosen(views, score, bias, every.expand_as(score), surplus, due, positions[..., :candidates])
         on_device = torch.as_tensor(surplus, device=score.device)
         if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
             not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
@@ -104,14 +104,15 @@ class Rounds:
         axes = {"head": (), "layer": (2,)}.get(self.level, (0, 2))
         return np.where(target.sum(axes, keepdims=True) > have.sum(axes, keepdims=True), have, target) if axes else np.minimum(have, target)
 
-    def _chosen(self, views, score: Tensor, bias: Tensor | None, real: Tensor, surplus: np.ndarray, due: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    def _chosen(self, views, score: Tensor, bias: Tensor | None, real: Tensor, surplus: np.ndarray, due: np.ndarray,
+                positions: Tensor) -> tuple[np.ndarray, Tensor]:
         """Budgets per site and scores as the policy's own `allocate` and `select` make them; totals at the policy's level stay exact."""
         have = real.sum(-1).cpu().numpy()
         keep = have - surplus
         if hasattr(self.policy, "allocate"):
             keep = np.where(due[None, :, None], self._offered(have), have)
             held = torch.zeros_like(real) if bias is None else (bias == torch.inf) & real
-            got = self.policy.allocate(score, torch.as_tensor(keep, device=score.device), held, real).cpu().numpy()
+            got = self.policy.allocate(score, torch.as_tensor(keep, device=score.device), held, real, positions).cpu().numpy()
             axes = {"head": (), "layer": (2,), "model": (0, 2)}.get(self.level)
             if axes is not None and (got.sum(axes) != keep.sum(axes)).any():
                 raise ValueError(f"policy {self.policy} handed out {got.sum()} entries of {keep.sum()}: totals per {self.level} must stay exact")
@@ -139,7 +140,7 @@ class Rounds:
                 columns={name: column[:, :, :candidates] for name, column in layer.columns.items()},
                 rand=lambda *a, _i=i, _here=here, **k: _here(rand(_i, *a, **k)),
                 banned=lambda start, stop, _i=i: self.pins.banned(_i, start.to(device), stop.to(device)).to(start.device),
-                pinned=None if bias is None else here(bias[i] == torch.inf), future=self.future, state=layer.state)
+                pinned=None if bias is None else here(bias[i] == torch.inf), pins_free=self.plan.pins_free, future=self.future, state=layer.state)
 
     def _draws(self, positions: Tensor, rounds: Tensor):
         """view.rand(): float64 [b hkv c] in [0, 1), a hash of (seed, instance, layer, KV head, round, position).

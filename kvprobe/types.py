@@ -132,7 +132,7 @@ class CacheView:
     queries [b hq w d] with query_positions [b w] (negative: padding) when the policy needs a window.
     now [b]: tokens each row has seen; round [b]: rounds each row has had before this one.
     banned(start, stop) [b hkv c] counts the positions of start..stop that a pin bans at each site.
-    state: what the policy's `watch` made of the layer's queries so far.
+    state: what the policy's `watch` made of the layer's queries so far. pins_free: pins come on top of `keep`.
     future: what the policy's `queries` returned, where a prompt is compressed with a look ahead.
     pinned [b hkv c] is True where a pin holds the entry, whatever its score; None without pins.
     """
@@ -154,6 +154,13 @@ class CacheView:
     pinned: Tensor | None = None
     future: object | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    pins_free: bool = False
+
+    @property
+    def room(self) -> Tensor:
+        """[b hkv]: entries that no pin holds and that the plan lets each KV head keep, before budgets are shared out."""
+        held = torch.zeros_like(self.real) if self.pinned is None or self.pins_free else self.pinned & self.real
+        return torch.minimum((self.keep - held.sum(-1)).clamp(min=0), self.free.sum(-1))
 
     @property
     def free(self) -> Tensor:
@@ -179,8 +186,8 @@ class Policy(Protocol):
     watch(layer, queries [b hq n d], query_positions [b n], state) -> state, with each forward's post-RoPE queries: tensors [b ...]
     that the policy gets back as `view.state` and must not write in place;
     across_layers(score [l b hkv c], positions [l b hkv c]) -> score, after all layers of a round were scored;
-    allocate(score [l b hkv c], keep [l b hkv], held [l b hkv c], real [l b hkv c]) -> keep [l b hkv]: candidates that each site
-    keeps, pins (`held`) inside; totals stay exact at the policy's `level`: "head", "layer" (default), "model", or "own" for a
+    allocate(score [l b hkv c], keep [l b hkv], held [l b hkv c], real [l b hkv c], positions [l b hkv c]) -> keep [l b hkv]:
+    candidates that each site keeps, pins (`held`) inside; totals stay exact at the policy's `level`: "head", "layer" (default), "model", or "own" for a
     policy that sets its own budget;
     select(view, score [b hkv c], keep [b hkv]) -> score whose largest `keep` entries are kept, per layer (`keep` counts pins,
     `view.pinned`, and they stay whatever it returns);

@@ -10,11 +10,11 @@ from kvprobe import engine, registry
 from kvprobe.comparing import NEVER, Gather
 from kvprobe.eviction_cache import EvictionCache
 from kvprobe.models import load
-from kvprobe.types import Needs, Plan
+from kvprobe.types import Needs, Plan, watches
 
 PLAN = Plan(20, 6)
 FIRES = PLAN.fires_at
-SHARES = [n for n in registry.available("policy") if n not in tiny.AHEAD and not hasattr(registry.find("policy", n).POLICY, "observe")]
+SHARES = [n for n in registry.available("policy") if n not in tiny.AHEAD and not watches(registry.find("policy", n).POLICY)]
 PINS = [[kvprobe.PromptPin()], [kvprobe.SpanPin(8, 12, frozenset({(0, 1)}))], []]
 
 

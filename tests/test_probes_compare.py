@@ -597,7 +597,7 @@ class POLICY:
     def score(self, view):
         return view.rand()
 
-    def allocate(self, score, keep, held, real):
+    def allocate(self, score, keep, held, real, positions):
         return (keep + 5).clamp(max=int(real.sum(-1).min()))
 """
 

@@ -72,7 +72,9 @@ class POLICY:
     block: int = 0
     """continuations sampled at a time; 0 is all"""
 
-    level = "layer"
+    @property
+    def level(self) -> str:
+        return "layer" if self.tau else "head"
 
     def __post_init__(self) -> None:
         check_window(self)
@@ -165,22 +167,18 @@ class POLICY:
             self._grams[layer] = deletion.gram(head_weights(self._model, "O", layer))
         return self._grams[layer].to(device)
 
-    def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor) -> Tensor:
+    def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """Budgets by eq. 11 over the entries that no pin holds; with tau 0 what every head was given."""
         if self.tau == 0:
             return keep
-        candidate, held = real & ~held, held.sum(-1)
-        free, out = (keep - held).sum(-1), held.clone()
-        for i, b in ((i, b) for i in range(score.shape[0]) for b in range(score.shape[1])):
-            out[i, b] += allocation.head_budgets(score[i, b].masked_fill(~candidate[i, b], 0.0), int(free[i, b]), self.tau, candidate[i, b], self.eps)
-        return out
+        return allocation.per_layer(lambda s, total, free: allocation.head_budgets(s, total, self.tau, free, self.eps), score, keep, held, real)
 
     def select(self, view: CacheView, score: Tensor, keep: Tensor) -> Tensor:
         """Chunks, or the greedy diversity rule, as scores whose largest are what they keep."""
         if self.chunk == 1 and not (self.lam_k or self.lam_v):
             return score
-        held = torch.zeros_like(view.real) if view.pinned is None else view.pinned & view.real
-        candidate = view.real & ~held
+        candidate = view.free
+        held = view.real & ~candidate
         plain, count = score.masked_fill(~candidate, 0.0), keep - held.sum(-1)
         if self.chunk > 1:
             chosen = allocation.chunks(plain, count, self.chunk, candidate, view.positions)
