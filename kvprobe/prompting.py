@@ -330,7 +330,8 @@ class Prompting:
         if a.ahead:
             return a.policy.weigh(prompt.draws[a.draw])
         if callable(getattr(a.policy, "queries", None)):
-            return a.policy.queries(Engine(self.model, prompt.cache, prompt.logits, eviction_seed(self.config.seed, a.draw), (tuple(prompt.ids.tolist()),)))
+            cache = prompt.cache.branch(1, plan=self._plan(a), policy=a.policy)  # a policy may evict a copy by the arm's own plan first (LAQ)
+            return a.policy.queries(Engine(self.model, cache, prompt.logits, eviction_seed(self.config.seed, a.draw), (tuple(prompt.ids.tolist()),)))
         return None
 
     def evicted(self, a: Arm, prompt: Prompt):
