@@ -30,7 +30,7 @@ def draw(table: pd.DataFrame, manifest: dict):
     from kvprobe import plotting
 
     count, cells = table[table.part == "heads"], table[table.part == "cells"]
-    figure, axes = plotting.grid(9.4, 7.2, 2, 2, sharey="row")
+    figure, axes = plotting.grid(11.6, 6.6, 2, 2, sharey="row")
     colors = plotting.colors([f"{p:g}" for p in sorted(cells.marginal.unique())])
     for (left, right), (key, label) in zip(axes, KEYS):
         left.plot(count.heads, count[key], color="0.25", lw=1.2, label="mean over all sets of k heads")
@@ -41,16 +41,16 @@ def draw(table: pd.DataFrame, manifest: dict):
             color, shift = colors[f"{p:g}"], 0.02 * (list(colors).index(f"{p:g}") - 1)
             right.plot(part.correlation, part[f"{key} exact"], color=color, lw=1.2)
             for i, r in enumerate(part.to_dict("records")):
-                plotting.whisker(right, r["correlation"] + shift, r[key], r[f"{key}_low"], r[f"{key}_high"], color=color, label=f"a head holds the fact with probability {p:g}" if i == 0 else None)
+                plotting.whisker(right, r["correlation"] + shift, r[key], r[f"{key}_low"], r[f"{key}_high"], color=color, label=f"a head holds it with probability {p:g}" if i == 0 else None)
         left.set_ylabel(label)
         left.set_xticks(count.heads.astype(int))
+        right.set_xticks(sorted(cells.correlation.unique()))
     axes[0][0].set_title("what k heads are worth", fontsize=10)
     axes[0][1].set_title("the same amount, spread or together", fontsize=10)
     axes[1][0].set_xlabel("KV heads that hold the fact, k [heads]")
     axes[1][1].set_xlabel("correlation of two heads' survivals")
-    axes[1][1].set_xticks(sorted(cells.correlation.unique()))
     handles = [sum(pair, []) for pair in zip(axes[0][0].get_legend_handles_labels(), axes[0][1].get_legend_handles_labels())]
-    figure.legend(*handles, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    figure.legend(*handles, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(f"Does spread or amount carry recall? (n = {int(cells.n.max())})", fontsize=11)
     plan, s = manifest["plan"], manifest["settings"]
     plotting.footer(figure, plotting.about(manifest, f"{s['policies']} eviction of everything else, K = {plan['keep']}, r = {plan['buffer']}, {s['rounds']} rounds before the value",

@@ -28,7 +28,8 @@ def draw(table: pd.DataFrame, manifest: dict):
         for j, (key, label, color) in enumerate(BARS):
             for i, r in enumerate(table.to_dict("records")):
                 x, value = i + 0.26 * (j - 1), r[f"{prefix}{key}"]
-                if value != value:
+                if value != value:  # R does not exist where nothing was there to be recalled
+                    ax.text(x, 0, "n/a", ha="center", va="bottom", fontsize=6.5, color="0.4")
                     continue
                 ax.bar(x, value, width=0.24, color=color, label=label if i == 0 else None)
                 plotting.whisker(ax, x, value, r[f"{prefix}{key}_low"], r[f"{prefix}{key}_high"], color="0.15", fmt="none")
@@ -42,7 +43,8 @@ def draw(table: pd.DataFrame, manifest: dict):
     axes[1].set_ylabel("retrieval of both values\n[fraction of pairs of facts]")
     axes[1].set_xticks(range(len(table)), [_tick(s) for s in table.split], fontsize=8)
     axes[1].set_xlabel("KV heads that hold the facts, in every layer; others lose them first of all")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8, frameon=False)
+    named = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels())}
+    figure.legend(named.values(), named, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(f"What two facts are worth together (n = {int(table.n.max())})", fontsize=11)
     plan, s = manifest["plan"], manifest["settings"]
     rounds = "/".join(map(str, manifest.get("rounds_before_value", ["?"])))
