@@ -93,7 +93,7 @@ class POLICY:
         u = view.rand(shared=True, counters=counters.flatten(1)[:, None])[:, 0].unflatten(-1, counters.shape[1:])
         return torch.special.ndtri(u.clamp(min=2.0**-54))
 
-    def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor, positions: Tensor | None = None) -> Tensor:
+    def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """Entries with a vote or a pin; where `capped`, `keep` at most."""
         wanted = (((score >= 1) | held) & real).sum(-1)
         return torch.minimum(wanted, keep) if self.capped else wanted

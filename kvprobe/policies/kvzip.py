@@ -98,7 +98,7 @@ class POLICY:
         found = lookahead.needed(self, view)[view.layer].to(view.keys.device)
         return found.gather(-1, view.positions.long().clamp(min=0)).masked_fill(~view.real, 0.0)
 
-    def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor, positions: Tensor | None = None) -> Tensor:
+    def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """How many of the best free entries of all who share a budget each KV head has, and its pins."""
         if self.across == "head":
             return keep
