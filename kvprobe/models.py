@@ -130,7 +130,7 @@ def _read(name: str, dtype, device_map):
     elif not Path(where).is_dir() and where.count("/") != 1:
         raise ValueError(f"model {name!r} is unknown; allowed: '{EMBEDDED}', '{TINY}', a local folder, a .gguf file, or a hub id 'owner/name'")
     try:
-        model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=False, **kwargs)
+        model = _auto(where, AutoModelForCausalLM).from_pretrained(where, trust_remote_code=False, **kwargs)
     except Exception as error:  # whatever a damaged file, an unknown architecture or a missing hub raises
         raise ValueError(f"model {name!r} could not be loaded: {type(error).__name__}: {error}") from error
     try:
@@ -138,6 +138,16 @@ def _read(name: str, dtype, device_map):
     except (OSError, ValueError):
         tokenizer = None  # capture and forcing by ids need none; what needs one says so
     return model, tokenizer
+
+
+def _auto(where: str, causal):
+    """The class that loads a checkpoint: one of text, or where a text decoder comes inside an image model only (Ministral 3), that."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    if where.endswith(".gguf") or not Path(where, "config.json").is_file():
+        return causal
+    kind = type(AutoConfig.from_pretrained(where, trust_remote_code=False))
+    return AutoModelForImageTextToText if kind not in causal._model_mapping and kind in AutoModelForImageTextToText._model_mapping else causal
 
 
 # -- the embedded model ---------------------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ def kept(made, b=0):
 
 
 @torch.no_grad()
-def masked(llama, ids, sets, question):
+def masked(model, ids, sets, question):
     """Logits [q v] of a question on the full cache where every KV head sees its kept set only: an independent path."""
     hidden = {site: sorted(set(range(N)) - set(held)) for site, held in sets.items()}
-    model = llama[0]
     text = torch.cat([ids[:N], question])[None]
     from transformers import DynamicCache
 
@@ -48,7 +47,7 @@ def test_equals_masks_on_the_full_cache(llama, ids, policy):
     """Forced and greedy text after compression == the same keep-sets imposed on the full cache, in float64."""
     made = compress(llama[0], ids[:1, :N], policy=policy, keep=14, protect_window=4)
     question = ids[1, :5]
-    want = masked(llama, ids[0], kept(made), question)
+    want = masked(llama[0], ids[0], kept(made), question)
     branch = made.cache.branch(1)
     with torch.no_grad():
         got = llama[0].model(input_ids=question[None], position_ids=torch.arange(N, N + 5)[None], cache=branch, use_cache=True).logits[0]
@@ -99,13 +98,37 @@ def test_unequal_prompts(llama, ids):
         assert torch.equal(one.ask(max_new_tokens=6).tokens[0], both.ask(max_new_tokens=6).tokens[b])
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3.5", "gemma4"])
-def test_hybrids(kind, ids):
-    """Only growing layers are evicted; the others are named as skipped; what is kept counts."""
-    model, _ = tiny.pair(kind)
-    made = compress(model, ids[:1, :N], policy="random", keep=14, protect_window=4)
-    assert bool((made.kept == 14).all()) and made.kept.shape[0] == len(model.geometry.kv_layers) and model.geometry.skipped
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3.5", "gemma4", "qwen3_next", "ministral3", "phi3", "qwen3"])
+@pytest.mark.parametrize("policy, options", [("random", {}), ("lore", dict(m=2, t=3, window=4)), ("adakv", {})])
+def test_models(kind, policy, options, ids):
+    """Only growing layers are evicted, the others are named as skipped; compressed == masked on the full cache."""
+    exact = {"qwen3.5": 1e-5, "qwen3_next": 1e-3}.get(kind, 1e-10)  # linear layers compute in float32; mixtures of experts know no float64
+    model, _ = tiny.pair(kind, torch.float32 if kind == "qwen3_next" else torch.float64)
+    made = compress(model, ids[:1, :N], policy=policy, keep=14, protect_window=4, **options)
+    layers = model.geometry.kv_layers
+    assert bool((made.kept.sum(-1) == 28).all()) and made.kept.shape[0] == len(layers) and set(model.geometry.skipped) == set(range(model.geometry.n_layers)) - set(layers)
+    question = ids[1, :5]
+    want = masked(model, ids[0], kept(made), question)
+    with torch.no_grad():
+        got = model.model(input_ids=question[None], position_ids=torch.arange(N, N + 5)[None], cache=made.cache.branch(1), use_cache=True).logits[0]
+    assert float((got - want).abs().max()) < exact
     assert len(made.ask(max_new_tokens=4).tokens[0]) == 4
+
+
+def test_the_text_tower_of_an_image_model(ids, tmp_path):
+    """Ministral 3's text decoder comes inside an image model: loaded from a folder, compressed, asked; the tower alone gives the same."""
+    import transformers
+
+    text = transformers.Ministral3Config(**(tiny.BASE | dict(sliding_window=None)))
+    seeing = dict(model_type="pixtral", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, head_dim=8, image_size=28, patch_size=14)
+    whole = transformers.Mistral3ForConditionalGeneration(transformers.Mistral3Config(text_config=text.to_dict() | dict(model_type="ministral3"), vision_config=seeing, image_token_index=0))
+    whole.save_pretrained(tmp_path)
+    alone = transformers.Ministral3ForCausalLM(text)
+    alone.model.load_state_dict(whole.model.language_model.state_dict())
+    alone.lm_head.load_state_dict(whole.lm_head.state_dict())
+    both = [compress(m, ids[:1, :N].clamp(min=1), policy="lore", keep=18, protect_window=6, window=6, m=2, t=3) for m in (kvprobe.load(str(tmp_path)), kvprobe.prepare(alone))]
+    assert both[0].model.geometry.kv_layers == (0, 1) and kept(both[0]) == kept(both[1])
+    assert torch.equal(both[0].ask(max_new_tokens=5).tokens[0], both[1].ask(max_new_tokens=5).tokens[0])
 
 
 class Words:

@@ -31,6 +31,8 @@ KINDS = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", SLIDING | dict(query_pre_attn_scalar=8)),
     "qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", LINEAR),
     "gemma4": ("Gemma4TextConfig", "Gemma4ForCausalLM", SHARED),
+    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM", dict(sliding_window=None)),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", LINEAR | dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16)),
     "cohere": ("CohereConfig", "CohereForCausalLM", {}),
     "glm": ("GlmConfig", "GlmForCausalLM", {}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),
