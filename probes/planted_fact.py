@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import conditions, metrics, needles, registry, stats
+from kvprobe import conditions, head_sets, metrics, needles, registry, stats
 from kvprobe.types import POSITIONS, Plan
 
 if TYPE_CHECKING:
@@ -289,35 +289,16 @@ class Session:
                      f"largest difference in log p {worst:.1e} nats over {len(wide)} tokens", f"<= {limit:g} nats")
 
     def _check_audit(self, folder):
-        from kvprobe import keeplog
-        from kvprobe.runner import Check
-
-        wrong, count, last_gone = [], 0, 0
         by_name = {c.name: c for c in self._conditions("eval", folder.rows) + self._conditions("rank")}
-        for _, log, members in folder.logs():
-            for k, (instance, name) in enumerate(members):
-                pins = by_name[name].pins(self.scripts[instance].box)
-                wrong += keeplog.audit(log, k, pins)
-                gone = [round_ for pin in pins for round_ in keeplog.gone_by(log, k, pin).values()]
-                last_gone = max([last_gone, *(g + 1 for g in gone)])
-                done = log.rounds(k, before=self.before - 1)
-                if any(g >= done for g in gone):
-                    wrong.append(f"row {k}: the banned box was not gone before the value was asked for")
-                count += log.rounds(k)
-        told = f"{len(wrong)} breaches in {count} row-rounds" + (f", first: {wrong[0]}" if wrong else f"; banned boxes gone by round {last_gone}")
-        return Check("audit: the log shows the box in exactly the named sites at every round", not wrong, told, "no breach")
+        logged = ((log, k, by_name[name].pins(self.scripts[instance].box)) for _, log, members in folder.logs() for k, (instance, name) in enumerate(members))
+        return head_sets.audit_check(logged, self.before - 1)
 
     def _check_ends(self, rows):
-        from kvprobe.runner import Check
-
         logp = _wide(rows[rows.stage == "eval"], "logp")
         applies = self.config.model != "tiny"  # a random model recalls nothing
-        out = []
-        for name, a, b, sign, limit in (("the fact kept everywhere under eviction is worth about the full cache", "kept", "full", -1, self.config.check_kept),
-                                        ("the endpoints kept and deleted are far apart", "kept", "deleted", 1, self.config.check_endpoints)):
-            d = stats.difference(logp[a].to_numpy(), logp[b].to_numpy(), self.config.seed)
-            out.append(Check(name, d.value >= sign * limit if applies else None, f"{a} - {b} = {d.text()} nats, n={d.n}", f">= {sign * limit:g} nats"))
-        return out
+        full, gone = (stats.difference(logp["kept"].to_numpy(), logp[end].to_numpy(), self.config.seed) for end in ("full", "deleted"))
+        return [head_sets.near_check(full.value, f"kept - full = {full.text()}", full.n, applies, self.config.check_kept),
+                head_sets.far_check(gone.value, f"kept - deleted = {gone.text()}", gone.n, applies, self.config.check_endpoints)]
 
 
 def _cut(members: range, size: int) -> list[range]:
