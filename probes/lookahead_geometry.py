@@ -83,7 +83,7 @@ class Session(Walking):
         small = self.config.model == "tiny"
         checks = [Check("random eviction meets the oracle's set as often as the closed form says", None if small else abs(chance.value) <= 0.01, f"off by {chance.text(4)}", "within .01"),
                   Check("the oracle keeps its own set", bool((ceiling == 1).all()), f"recall {ceiling.min():.3f} at least", "1"),
-                  Check("no arm has a lower output error than the oracle", None if small else bool(best.mean() <= others.min()), f"{best.mean():.4f} against {others.min():.4f} ({others.idxmin()})", "the oracle's is lowest")]
+                  Check("no arm of equal budgets has a lower output error than the oracle", None if small else bool(best.mean() <= others.min()), f"{best.mean():.4f} against {others.min():.4f} ({others.idxmin()})", "the oracle's is lowest")]
         text = table.to_string(index=False) + "\n\n" + "\n".join(f"  {name}: {', '.join(f'{m} {e.text(DIGITS[m])}' for m, e in by.items())}" for name, by in found.items())
         return Report(title, table, text, checks, {"title": title, "contrasts": {name: {m: [e.value, e.low, e.high, e.n] for m, e in by.items()} for name, by in found.items()}})
 

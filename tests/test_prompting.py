@@ -206,13 +206,10 @@ def test_geometry_sizes_are_nested(geometry):
     assert (prompt.draws[0].m, prompt.draws[0].t) == (3, 4) and torch.equal(prompt.draws[0].first(1, 2).tokens, found.tokens)
 
 
-def test_geometry_runs_resumes_and_reports(tmp_path):
-    from kvprobe import runner
+def test_geometry_runs_and_reports(tmp_path):
     from kvprobe.probes import lookahead_geometry as module
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "save_figures", lambda run, names=None: [])
-        run = kvprobe.run("lookahead_geometry", preset="smoke", out=tmp_path / "run", progress=False, dtype="float64")
+    run = kvprobe.run("lookahead_geometry", preset="smoke", out=tmp_path / "run", progress=False, dtype="float64")
     rows = run.rows
     assert run.ok and run.manifest["protected"] == [9, 9] and run.manifest["draw"] == {"particles": 2, "horizon": 3}
     s = module.summary(rows, run.manifest).set_index("arm")
@@ -221,11 +218,77 @@ def test_geometry_runs_resumes_and_reports(tmp_path):
     assert s.loc["LORE, M=2 T=3", "error_sd"] == pytest.approx(part.groupby("draw").value.mean().std())
     gain = module.contrasts(rows, run.manifest)["M=2 T=3 over the window only"]["error"]
     assert gain.value == pytest.approx(s.loc["LORE, M=2 T=3", "error"] - s.loc["LORE, window only", "error"])
-    assert len(run.table) == 4 + 2 * 5
+    assert len(run.table) == 4 + 2 * 5 and (tmp_path / "run" / "figures" / "lookahead_geometry.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("bad, says", [(dict(ms="0"), "ms='0'"), (dict(ts=""), "ts=''"), (dict(keeps="64,128"), "at one budget"), (dict(keeps="4"), "cannot hold")])
 def test_geometry_refuses(bad, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         kvprobe.run("lookahead_geometry", preset="smoke", out=tmp_path / "never", progress=False, **bad)
+    assert not (tmp_path / "never").exists()
+
+
+# -- ablations -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ablation(lm):
+    module = registry.find("probe", "ablations")
+    config = dataclasses.replace(module.PRESETS["smoke"], dtype="float64", instances=1)
+    session = module.start(config, lm)
+    return session, session.read(0)
+
+
+def test_ablations_every_variant_is_the_policy_itself(ablation):
+    """Scores from shared walks, and the rest the policy's own, against the policy doing everything itself; both budgets, both draws."""
+    session, prompt = ablation
+    mine = [a for a in session.arms if a.columns["axis"]]
+    assert len({a.name for a in mine}) == 23 and {a.draw for a in mine} == {0, 1} and {a.keep for a in mine} == {48, 96}
+    seen = {}
+    for a in mine:
+        walked, own = session.evicted(a, prompt), Prompting.evicted(session, a, prompt)
+        assert torch.equal(walked.positions, own.positions), (a.name, a.keep, a.draw)
+        seen.setdefault(a.name, []).append(tuple(walked.positions.flatten().tolist()))
+    core = seen["LORE /E"]
+    same = {name for name, sets in seen.items() if sets == core}
+    assert {"M=0, the window only", "M=1", "M=8", "twice the weight", "attention mass", "AnDPro's criterion", "unprojected norm", "chunks of 4", "robust aggregation",
+            "adaptive head budgets", "adaptive budgets, diversity", "a quarter of the window"} & same == set()
+
+
+def test_ablations_options_are_table_14s(ablation):
+    """Every variant differs from the core in what its name says, and in nothing else."""
+    fields = {a.name: {f.name: getattr(a.policy, f.name) for f in dataclasses.fields(a.policy)} for a in ablation[0].arms if a.columns["axis"]}
+    core = fields["LORE /E"]
+    assert (core["m"], core["beta"], core["gamma"], core["lam_d"], core["lam_l"], core["chunk"], core["form"], core["objective"]) == (4, 1, 1.3, 0, 1, 1, "magnitude", "projected")
+    differs = {name: {k: v for k, v in f.items() if v != core[k]} for name, f in fields.items()}
+    assert differs["LORE /D"] == dict(gamma=1, lam_d=0.3) and differs["log probability only"] == dict(gamma=1) and differs["entropy and disagreement"] == dict(lam_d=0.3)
+    assert differs["uniform"] == dict(beta=0, gamma=0) and differs["typicality only"] == dict(gamma=0) and differs["M=8"] == dict(m=8) and differs["a quarter of the window"] == dict(window=2)
+    assert differs["adaptive budgets, diversity"] == dict(tau=1, lam_k=0.1, lam_v=0.1) and differs["robust aggregation"] == dict(alpha=0.5) and all(d for n, d in differs.items() if n != "LORE /E")
+
+
+def test_ablations_pairs_by_prompt():
+    from kvprobe.probes import ablations
+
+    rng, lines = np.random.default_rng(0), []
+    values = {(name, i, d): rng.normal() for name in ("LORE /E", "M=1") for i in range(5) for d in range(2)}
+    for (name, i, d), v in values.items():
+        lines.append(dict(instance=i, arm=name, keep=64, draw=d, axis="core", metric="error", value=v))
+    s = ablations.summary(pd.DataFrame(lines), {"settings": {"seed": 0}}).set_index("arm")
+    gaps = [np.mean([values["M=1", i, d] - values["LORE /E", i, d] for d in range(2)]) for i in range(5)]
+    assert s.loc["M=1", "error_gain"] == pytest.approx(np.mean(gaps)) and s.loc["M=1", "n"] == 5
+    assert min(gaps) <= s.loc["M=1", "error_gain_low"] < s.loc["M=1", "error_gain"] < s.loc["M=1", "error_gain_high"] <= max(gaps)
+    assert s.loc["LORE /E", ["error_gain", "error_gain_low", "error_gain_high"]].tolist() == [0, 0, 0]
+
+
+def test_ablations_and_figures_of_a_run(tmp_path):
+    """One axis, its report, and both figures' pictures of small runs."""
+    run = kvprobe.run("ablations", preset="smoke", out=tmp_path / "run", progress=False, axes="other", instances=1, keeps="48", sampling_seeds=1)
+    assert run.ok and len(run.table) == 3 + 2 + 2 and (tmp_path / "run" / "figures" / "ablations.png").stat().st_size > 10_000
+    assert set(run.rows[run.rows.arm == "chunks of 4"].metric) == set(prompting.METRICS)
+
+
+@pytest.mark.parametrize("bad, says", [(dict(axes="nope"), "axes='nope'"), (dict(axes=""), "known are all"), (dict(t=0), "t=0"), (dict(keeps="4"), "cannot hold")])
+def test_ablations_refuses(bad, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        kvprobe.run("ablations", preset="smoke", out=tmp_path / "never", progress=False, **bad)
     assert not (tmp_path / "never").exists()
