@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "load": "models", "prepare": "models", "Model": "models",
-    "cache": "api", "compress": "compression", "plant": "api", "sites": "api", "run": "runner", "rerun": "runner", "Run": "runner",
+    "cache": "api", "compress": "compression", "Compressed": "compression", "plant": "api", "sites": "api", "run": "runner", "rerun": "runner", "Run": "runner",
     "Plan": "types", "Needs": "types", "Geometry": "types", "CacheView": "types",
     "SpanPin": "pins", "PromptPin": "pins", "SinkPin": "pins", "WindowPin": "pins",
     "KeepLog": "keeplog", "force": "engine", "prefill": "engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import generation, registry
+from . import generation, registry, stored
 from .api import rotation
 from .eviction_cache import EvictionCache
 from .keeplog import KeepLog
@@ -49,6 +50,15 @@ class Compressed:
     def kept(self) -> Tensor:
         """[l b hkv]: entries that each site holds of the prompt."""
         return (self.cache.positions >= 0).sum(-1)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write to a file, to go on from in another process. Raises ValueError where its cache has been used since."""
+        stored.save(self, path)
+
+    @staticmethod
+    def load(model, path: str | os.PathLike) -> Compressed:
+        """Read what `save` wrote, with the same model. Raises ValueError for another one."""
+        return stored.load(model, path)
 
     def ask(self, question: str | Sequence[str] = "", *, max_new_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0, top_k: int = 0,
             seed: int = 0, stop=(), ignore_eos: bool = False) -> generation.Generation:

@@ -115,6 +115,39 @@ def test_models(kind, policy, options, ids):
     assert len(made.ask(max_new_tokens=4).tokens[0]) == 4
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3.5", "gemma4"])
+@pytest.mark.parametrize("policy, keep", [("adakv", 14), ("random", 60)])
+def test_saved_and_loaded(kind, policy, keep, ids, tmp_path):
+    """In another process it would go on as it would have here: rows of different lengths, ragged heads, layers of every kind."""
+    model, _ = tiny.pair(kind)
+    made = compress(model, [ids[0, :N].tolist(), ids[1, : N - 7].tolist()], policy=policy, keep=keep, protect_window=4, seed=3)
+    made.save(tmp_path / "x.safetensors")
+    again = kvprobe.Compressed.load(tiny.pair(kind)[0], tmp_path / "x.safetensors")
+    assert again.prompts == made.prompts and again.policy == made.policy and again.seconds == made.seconds and list(tmp_path.iterdir()) == [tmp_path / "x.safetensors"]
+    assert [kept(again, b) for b in (0, 1)] == [kept(made, b) for b in (0, 1)] and (again.keep_log.died == made.keep_log.died).all() and again.keep_log.fired == made.keep_log.fired
+    a, z = (m.ask(max_new_tokens=8, ignore_eos=True) for m in (made, again))
+    assert all(torch.equal(x, y) for x, y in zip(a.tokens, z.tokens)) and all(torch.equal(x, y) for x, y in zip(a.logp, z.logp))
+    question = ids[2:, :5].expand(2, -1)
+    mask = torch.cat([made.mask, torch.ones(2, 5, dtype=torch.long)], 1)
+    with torch.no_grad():
+        logits = [model.model(input_ids=question, attention_mask=mask, position_ids=torch.tensor([[N], [N - 7]]) + torch.arange(5), cache=m.cache.branch(1), use_cache=True).logits for m in (made, again)]
+    assert torch.equal(*logits)
+
+
+def test_what_cannot_be_loaded_is_refused(llama, ids, tmp_path):
+    path = tmp_path / "x.safetensors"
+    made = compress(llama[0], ids[:1, :N], policy="random", keep=14, protect_window=4)
+    made.save(path)
+    with pytest.raises(ValueError, match="was made with LlamaForCausalLM .fingerprint"):
+        kvprobe.Compressed.load(tiny.pair("llama", seed=1)[0], path)
+    (tmp_path / "y").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="holds no compressed prompt"):
+        kvprobe.Compressed.load(llama[0], tmp_path / "y")
+    kvprobe.force(llama[0], made.cache, ids[1:2, :3])
+    with pytest.raises(ValueError, match="read on behind its prompt"):
+        made.save(path)
+
+
 def test_the_text_tower_of_an_image_model(ids, tmp_path):
     """Ministral 3's text decoder comes inside an image model: loaded from a folder, compressed, asked; the tower alone gives the same."""
     import transformers
