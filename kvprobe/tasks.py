@@ -4,6 +4,10 @@ Layout: template head | context | question | template tail, answer prefix | answ
 what a policy may see when the question is unseen (protocols 5, known_faults H05). The whole text is encoded once, and every
 span is found by character offsets in the model's own tokens (H01, H02, H11, H12). Shaped after RULER's multi-key needles and
 variable tracking (Hsieh et al. 2024) and after LongBench's passage questions (Bai et al. 2024), at 500-900 tokens.
+
+The embedded model with its full cache, forced along the answer, has every token that counts as its first choice in 19 of 24 needles
+(.79 [.62, .92], bootstrap over prompts), 23 of 24 variables (.96 [.88, 1]) and 19 of 24 passages (.79 [.62, .92]): length 700, seed 11,
+measured once, after the wording was fixed on other seeds.
 """
 
 from __future__ import annotations

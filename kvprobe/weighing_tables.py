@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import stats
-from .prompting import CHANCE, METRICS, per_prompt, seed_spread
+from .prompting import CHANCE, METRICS, per_prompt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,15 +41,13 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """Per arm and metric: the mean over seeds and then prompts, its difference from uniform weights (paired by prompt), intervals over prompts."""
     import pandas as pd
 
-    seed, out = manifest["settings"]["seed"], []
-    for name in _marks(rows):
-        for metric in DIGITS:
-            mine, against = (per_prompt(rows, metric, arm=a) for a in (name, REFERENCE))
-            if not len(mine):
-                continue
-            e, gap = stats.mean(mine, seed), stats.difference(mine, against, seed) if len(mine) == len(against) else stats.Estimate(None, None, None, len(mine))
-            out.append(dict(arm=name, metric=metric, n=e.n, value=e.value, low=e.low, high=e.high, gap=gap.value, gap_low=gap.low, gap_high=gap.high, seed_sd=seed_spread(rows, metric, arm=name)))
-    return pd.DataFrame(out).astype(dict.fromkeys(("gap", "gap_low", "gap_high", "seed_sd"), float))
+    seed, out, marks = manifest["settings"]["seed"], [], _marks(rows)
+    each = {at: part.to_numpy() for at, part in rows[rows.arm.isin(marks)].groupby(["arm", "metric", "instance"]).value.mean().groupby(level=["arm", "metric"])}
+    for name, metric in ((a, m) for a in marks for m in DIGITS if (a, m) in each):
+        mine, against = each[name, metric], each[REFERENCE, metric]
+        e, gap = stats.mean(mine, seed), stats.difference(mine, against, seed) if len(mine) == len(against) else stats.Estimate(None, None, None, len(mine))
+        out.append(dict(arm=name, metric=metric, n=e.n, value=e.value, low=e.low, high=e.high, gap=gap.value, gap_low=gap.low, gap_high=gap.high))
+    return pd.DataFrame(out).astype(dict.fromkeys(("gap", "gap_low", "gap_high"), float))
 
 
 def plane(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
