@@ -80,12 +80,13 @@ def stories(config: HEADS, tokenizer, wording: Wording = ONE) -> list[Story]:
     stop = first + (len(wording.boxes) - 1) * wording.apart + config.box
     if stop > last:
         raise ValueError(f"the last box ends at {stop}: only positions below {last} are candidates from the first round on")
+    asked = planting.asked_after(plan, planting.rounds_of(config.rounds)[0], config.query)
+    if asked < stop:
+        raise ValueError(f"the first question comes after {asked} tokens, before the last box has ended at {stop}: ask later")
     numbers = planting.values(config.seed, 5, 2 * config.instances)
     found = [_story(config, tokenizer, filler, head, first, wording, i, {"x": numbers[i], "y": numbers[-1 - i]}) for i in range(config.instances)]
     if len({(len(s.asks[0].value), *s.spans.values()) for s in found}) > 1:
         raise ValueError("the values take different numbers of tokens: instances could not be compared")
-    if found[0].asks[0].at < stop:
-        raise ValueError(f"the first question comes after {found[0].asks[0].at} tokens, before the last box has ended at {stop}: ask later")
     return found
 
 
