@@ -261,3 +261,26 @@ def test_float32_finds_the_sets_of_float64(llama, ids):
     assert torch.allclose(truth.score.double(), wide.score, rtol=1e-3, atol=1e-6) and torch.equal(truth.best(KEEP), wide.best(KEEP))
     arms = [evicted(c, random.POLICY(), KEEP) for c in (cache, wide_cache)]
     assert torch.allclose(truth.error(arms[0]), wide.error(arms[1]), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3.5"])
+def test_hybrids_are_measured_in_the_layers_that_grow(kind, ids):
+    """Layer numbers with gaps; entries and queries of the right layers, by leaving out one entry."""
+    import tiny
+
+    model = tiny.pair(kind)[0]
+    cache, logits = hold(model, ids[:1, :N])
+    truth = truth_of(model, cache, logits)
+    layers = cache.geometry.kv_layers
+    assert layers == (1, 3) and sorted(truth.outputs) == [1, 3]
+    arm = evicted(cache, oracle.Given(), KEEP, dict(zip(layers, truth.score)))
+    assert bool((truth.recall(truth.kept(arm), KEEP)[0] == 1).all()) and truth.error(evicted(cache, random.POLICY(), N)).abs().max() < 1e-12
+    held = cache.layers[3]
+    k, v, w_o = held.keys[0, 0].numpy(), held.values[0, 0].numpy(), kvprobe.head_weights(model, "O", 3).numpy()
+    scores = []
+    for h in range(cache.geometry.group):
+        for one in truth.ahead.queries[3][0, h].numpy():
+            z = k @ one * held.scaling
+            a = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+            scores.append(a / (1 - a + 1e-6) * np.linalg.norm((v - a @ v) @ w_o[h], axis=1))
+    assert np.allclose(truth.score[1, 0, 0].numpy(), np.mean(scores, 0), rtol=1e-8)
