@@ -70,12 +70,13 @@ def _pairs(ax, part: pd.DataFrame, names: list[str]) -> None:
     image = ax.imshow(values, cmap="RdBu_r", vmin=-top, vmax=top)
     told = {tuple(map(int, r.players.split("+"))): r for r in part[part.quantity == "interaction"].itertuples()}
     for (i, j), r in told.items() if p < 9 else ():
-        sure = "*" if r.low > 0 or r.high < 0 else ""
+        sure = "*" if (r.low > 0 or r.high < 0) and abs(r.value) >= 0.005 else ""
         for a, b in ((i, j), (j, i)):
             ax.text(b, a, f"{r.value:.2f}{sure}", ha="center", va="center", fontsize=7.5, color="white" if abs(r.value) > 0.6 * top else "black")
     ax.set_xticks(range(p), names, fontsize=8, rotation=0 if p < 5 else 90)
     ax.set_yticks(range(p), names, fontsize=8)
     ax.grid(visible=False)
+    ax.set_xlabel("two players")
     ax.set_title("interaction index (*: interval excludes 0)", fontsize=9.5)
     ax.figure.colorbar(image, ax=ax, shrink=0.8).set_label("R: > 0 together, < 0 instead of each other", fontsize=7.5)
 

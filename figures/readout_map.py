@@ -51,7 +51,7 @@ def _accuracy(ax, part: pd.DataFrame, colors: dict) -> None:
         ax.plot(mine.layer, mine.accuracy, color=color, lw=1.3, label=f"KV head {head}")
         ax.fill_between(mine.layer, mine.low, mine.high, color=color, alpha=0.2, lw=0)
         for k, r in enumerate(part[(part.method == "logistic") & (part["head"] == head)].itertuples()):
-            plotting.whisker(ax, r.layer + 0.25 * (head - 1), r.accuracy, r.low, r.high, color=color, fmt="x", label=None if k or head else "logistic regression, group's last token")
+            plotting.whisker(ax, r.layer + 0.25 * (head - (len(colors) - 1) / 2), r.accuracy, r.low, r.high, color=color, fmt="x", label=None if k or head else "logistic regression, group's last token")
     mixed = part[(part.method == "ridge") & (part.labels == "shuffled")].groupby("layer").accuracy.mean()
     ax.plot(mixed.index, mixed, color="0.5", lw=1, ls=":", label="shuffled labels, mean over heads")
     ax.axhline(part.chance.mean(), color="0.2", lw=0.9, ls="--", label="chance: always the commonest digit")

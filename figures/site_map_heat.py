@@ -48,7 +48,7 @@ def _map(ax, part: pd.DataFrame, key: str, top: float):
         i, j, value = first.index(r.first), heads.index(r.head), getattr(r, key)
         values[i, j] = value
         if len(first) <= 40 and not np.isnan(value):
-            sure = getattr(r, f"{key}_low") > 0 or getattr(r, f"{key}_high") < 0
+            sure = abs(value) >= 0.005 and (getattr(r, f"{key}_low") > 0 or getattr(r, f"{key}_high") < 0)
             ax.text(j, i, f"{value:.2f} ({getattr(r, f'{key}_sd'):.2f})", ha="center", va="center", fontsize=7, weight="bold" if sure else "normal",
                     color="white" if abs(value) > 0.6 * top else "black")
     image = ax.imshow(values, cmap="RdBu_r", vmin=-top, vmax=top, aspect="auto")

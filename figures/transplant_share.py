@@ -33,7 +33,7 @@ def draw(table: pd.DataFrame, manifest: dict):
         _panel(ax, table[table["mode"] == mode])
         ax.set_title(f"{mode}: {MODES[mode]}", fontsize=9.5)
         ax.set_ylabel("share of the log-odds moved\n(0 host, 1 donor)")
-    axes[-1, 0].set_xlabel("where the donor's states of the fact's box (unless named) replace the host's")
+        ax.set_xlabel("where the donor's states of the fact's box (unless named) replace the host's")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8.5, title="states")
     figure.suptitle(f"What carries a fact: transplanted keys and values (n = {int(table.n.max())} pairs of texts)", fontsize=11)

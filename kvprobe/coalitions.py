@@ -173,7 +173,7 @@ def additions(worth: Mapping[int, np.ndarray] | np.ndarray, order: np.ndarray) -
 def sampled_shapley(worth: Mapping[int, float] | np.ndarray, order: np.ndarray, seed: int = 0) -> list[Estimate]:
     """Shapley values of one game from sampled orders, with 95 % bootstrap intervals over pairs of an order and its reverse."""
     added = additions(worth, order)
-    return [mean(added[:, i].reshape(-1, 2).mean(1), seed) for i in range(added.shape[1])]
+    return [mean(x, seed, clusters=range(len(x))) for x in added.reshape(-1, 2, added.shape[1]).mean(1).T]
 
 
 def sampled_interaction(worth: Mapping[int, np.ndarray] | np.ndarray, order: np.ndarray) -> np.ndarray:

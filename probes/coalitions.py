@@ -169,7 +169,7 @@ def _values(game: Game, worth: dict[int, np.ndarray], settings: dict) -> list[di
     defined = not told.low <= 0 <= told.high
 
     def row(quantity: str, players, gain: np.ndarray, **more) -> dict:
-        e = stats.ratio(gain, available, seed) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(gain))
+        e = stats.ratio(gain, available, seed, clusters=range(len(gain))) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(gain))
         return dict(quantity=quantity, players="+".join(map(str, players)), names=" + ".join(game.players[i].name for i in players),
                     value=e.value, low=e.low, high=e.high, draw_low=np.nan, draw_high=np.nan) | more
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STATES = ("keys", "values")
-GROUPS = {"digit": "the digit itself", "box": "the rest of the box", "after": "the 16 tokens after it", "query": "the query"}
-AFTER = 16
+GROUPS = {"digit": "the digit itself", "box": "the rest of the box", "after": "the 16 tokens after it", "query": "the query's last 16"}
+NEAR = 16
+"""Tokens after the box, and at the end of the query, that are read."""
 ALL = -1
 """Stands for the mean over digits."""
 
@@ -59,7 +60,7 @@ class CONFIG(HEADS):
 
     @property
     def reading(self) -> needles.Layout:
-        return needles.Layout(pre=self.read_pre, box=self.box, query=self.query, age=self.box + AFTER + self.query, second_box=False)
+        return needles.Layout(pre=self.read_pre, box=self.box, query=self.query, age=self.box + NEAR + self.query, second_box=False)
 
 
 PRESETS = {
@@ -90,17 +91,19 @@ def ridge_hits(states: np.ndarray, labels: np.ndarray, folds: np.ndarray, penalt
     Per fold the states are standardised by the other folds, and each question's classes regressed as -1/+1 columns with one ridge penalty;
     the largest column is the answer. That is scikit-learn's RidgeClassifier(alpha=penalty) per question, all solved at once.
     """
+    import sklearn
     from sklearn.linear_model import Ridge
-    from sklearn.preprocessing import StandardScaler
 
     classes = [np.unique(column) for column in labels.T]
+    at = np.cumsum([0, *map(len, classes)])
+    targets = np.concatenate([2.0 * (labels[:, k, None] == c) - 1 for k, c in enumerate(classes)], axis=1)
     hits = np.zeros(labels.shape, dtype=bool)
     for fold in np.unique(folds):
         train, test = folds != fold, folds == fold
-        scale = StandardScaler().fit(states[train])
-        targets = np.concatenate([2.0 * (labels[train, k, None] == c) - 1 for k, c in enumerate(classes)], axis=1)
-        scores = Ridge(alpha=penalty).fit(scale.transform(states[train]), targets).predict(scale.transform(states[test]))
-        at = np.cumsum([0, *map(len, classes)])
+        centre, scale = states[train].mean(0), states[train].std(0)
+        scaled = (states - centre) / np.where(scale > 0, scale, 1)
+        with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):  # a third of the time of so small a fit
+            scores = Ridge(alpha=penalty).fit(scaled[train], targets[train]).predict(scaled[test])
         for k, c in enumerate(classes):
             hits[test, k] = c[scores[:, at[k] : at[k + 1]].argmax(1)] == labels[test, k]
     return hits
@@ -141,8 +144,8 @@ class Session:
         filler = needles.Filler(config.filler, model.tokenizer)
         self.texts = needles.build(model.tokenizer, filler, config.reading, range(config.readings), config.seed + 1)
         s = self.texts[0]
-        self.columns = {"digit": range(*s.value_in_box), "box": range(s.value_in_box[1], s.box[1]), "after": range(s.box[1], s.box[1] + AFTER),
-                        "query": range(s.box[1] + AFTER, s.answer[0])}
+        self.columns = {"digit": range(*s.value_in_box), "box": range(s.value_in_box[1], s.box[1]), "after": range(s.box[1], s.box[1] + NEAR),
+                        "query": range(s.answer[0] - min(NEAR, config.query), s.answer[0])}
         self.labels = np.stack([t.ids[slice(*t.value_in_box)] for t in self.texts])  # [n, digit]
         self.chance = chance(self.labels)
         if min(map(len, self.columns.values())) < 1:
@@ -277,7 +280,7 @@ def pinned(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
             gains = dict(lost=logp[KEPT] - logp[site_map.WITHOUT + name]) | (dict(gained=logp[site_map.ALONE + name] - logp[DELETED]) if kind == "head" else {})
             row = dict(kind=kind, first=band[0], last=band[-1], head=head, n=len(logp))
             for key, x in gains.items():
-                e = stats.ratio(x, available, seed) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(x))
+                e = stats.ratio(x, available, seed, clusters=range(len(x))) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(x))
                 row |= {key: e.value, f"{key}_low": e.low, f"{key}_high": e.high}
             out.append(row)
     return pd.DataFrame(out)

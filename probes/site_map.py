@@ -150,7 +150,7 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
         parts = dict(gained=(logp[ALONE + name] - logp[DELETED]).to_numpy(), lost=(logp[KEPT] - logp[WITHOUT + name]).to_numpy())
         row = dict(kind=kind, first=layers[0], last=layers[-1], head=head, place=name, n=len(logp))
         for key, x in parts.items():
-            e = stats.ratio(x, available, seed) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(x))
+            e = stats.ratio(x, available, seed, clusters=range(len(x))) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(x))
             row |= {key: e.value, f"{key}_low": e.low, f"{key}_high": e.high, f"{key}_sd": x.std(ddof=1) / available.mean() if defined and len(x) > 1 else np.nan}
         out.append(row)
     return pd.DataFrame(out)

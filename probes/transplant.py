@@ -302,7 +302,7 @@ def share_moved(odds: np.ndarray, host: np.ndarray, donor: np.ndarray, seed: int
     D = sum over the value's differing tokens t of log p(donor_t | donor_<t) - log p(host_t | host_<t) [nats]. 0: the model answers as
     the host does, 1: as the donor. Worked example: D_host = (-8, -10), D_donor = (8, 10), D = (0, 5): (8 + 15) / (16 + 20) = 0.64.
     """
-    return stats.ratio(np.asarray(odds) - np.asarray(host), np.asarray(donor) - np.asarray(host), seed)
+    return stats.ratio(np.asarray(odds) - np.asarray(host), np.asarray(donor) - np.asarray(host), seed, clusters=range(len(odds)))
 
 
 def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
@@ -313,7 +313,7 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     says = {name: wide(rows, name) for name in ("says_donor", "says_host")}
     host, donor, out = odds["", "host", "", ""], odds["", "donor", "", ""], []
     for column in odds:
-        found = dict(share=share_moved(odds[column], host, donor, seed), odds=stats.mean(odds[column], seed)) | {k: stats.mean(v[column], seed) for k, v in says.items()}
+        found = dict(share=share_moved(odds[column], host, donor, seed)) | {k: stats.mean(v[column], seed, clusters=range(len(v))) for k, v in dict(odds=odds, **says).items()}
         flat = {name: getattr(e, part) for k, e in found.items() for name, part in ((k, "value"), (f"{k}_low", "low"), (f"{k}_high", "high"))}
         out.append(dict(zip(odds.columns.names, column)) | dict(n=len(odds)) | flat)
     return pd.DataFrame(out)
