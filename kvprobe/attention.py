@@ -45,8 +45,9 @@ def folded(visible: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
 def weights(query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float, merge: str | None = None) -> Tensor:
     """Attention weights [b hkv g n s] in float32 or the model's wider dtype.
 
-    visible: bool, broadcastable to [b hkv n s], or None for all. A query that sees nothing gets zeros, not nan. merge="max"
-    takes the largest raw logit of the group before the softmax: [b hkv 1 n s].
+    visible: bool, broadcastable to [b hkv n s], or to the last of the s slots where the others are seen by all; None for all
+    seen. A query that sees nothing gets zeros, not nan. merge="max" takes the largest raw logit of the group before the
+    softmax: [b hkv 1 n s].
     """
     dtype = wide(query.dtype)
     asking = grouped(query, keys.shape[1]).to(dtype) * scaling
@@ -54,8 +55,11 @@ def weights(query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float,
     logits = logits.amax(2, keepdim=True) if merge == "max" else logits
     if visible is None:
         return logits.softmax(-1)
+    logits[..., logits.shape[-1] - visible.shape[-1] :].masked_fill_(~visible.unsqueeze(2), -torch.inf)
+    a = logits.softmax(-1)
+    if visible.shape[-1] < a.shape[-1]:
+        return a
     blind = ~visible.any(-1)[:, :, None, :, None]
-    a = logits.masked_fill(~visible.unsqueeze(2), -torch.inf).softmax(-1)
     return a.masked_fill(blind, 0.0) if bool(blind.any()) else a
 
 
@@ -87,10 +91,12 @@ def window_attention(query: Tensor, query_positions: Tensor, keys: Tensor, posit
 
 
 def window_visible(query_positions: Tensor, positions: Tensor) -> Tensor | None:
-    """bool [b hkv w c]: the candidates that each query of a window sees; None when it is all of them, as in a round of rows of one length."""
-    if bool(((positions >= 0) & (positions <= query_positions.amin(-1)[:, None, None])).all()):
+    """bool [b hkv w s]: which of the last s candidates each query of a window sees; every query sees all before them, which at
+    prompt end are all but a few. None when it is all of them, as in a round of rows of one length."""
+    some = ((positions < 0) | (positions > query_positions.amin(-1)[:, None, None])).flatten(0, 1).any(0)
+    if not bool(some.any()):
         return None
-    p = positions[:, :, None, :]
+    p = positions[:, :, None, int(some.to(torch.int8).argmax()) :]
     return (p >= 0) & (p <= query_positions[:, None, :, None])
 
 

@@ -100,7 +100,7 @@ def weighted(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, gram
     """[b hkv n]: costs of deletion, weighted over the queries, then put together over the group.
 
     queries [b hq q d] over keys and values [b hkv n d]; gram [hq d d] for the projected objective; visible: bool,
-    broadcastable to [b hkv q n], None for all; weight [q] or [b q], None for the mean over the queries. A query that sees
+    broadcastable to [b hkv q n], or to the last of the n entries where every query sees all others, None for all; weight [q] or [b q], None for the mean over the queries. A query that sees
     nothing costs nothing. float32, or float64 for float64 states.
     """
     b, hq, q, _ = queries.shape
@@ -170,7 +170,7 @@ def _parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, gram: 
     tile = max(LANES, min(n, block // LANES * LANES))
     at_once = max(1, block // tile)
     if visible is not None:
-        visible = visible.expand(b, n_kv, q, n)
+        visible = visible.expand(b, n_kv, q, n if visible.shape[-1] == 1 else visible.shape[-1])
     for row in range(b):
         for first in range(0, n_kv, at_once):
             heads = slice(first, min(n_kv, first + at_once))
@@ -219,7 +219,7 @@ class _Tile:
 
 @dataclass
 class _Part:
-    """Some KV heads of one batch row: queries [k m d], m = group x query, scaled; keys and values [k n d]; visible [k q n]."""
+    """Some KV heads of one batch row: queries [k m d], m = group x query, scaled; keys and values [k n d]; visible [k q s] of the last s keys."""
 
     queries: Tensor
     keys: Tensor
@@ -232,9 +232,11 @@ class _Part:
     held: list[_Tile] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        n = self.keys.shape[1]
+        self.first = n if self.visible is None else n - self.visible.shape[-1]  # of the keys that some query may not see
         seen = None if self.visible is None else self.visible.any(1)
-        self.unseen = None if seen is None or bool(seen.all()) else ~seen
-        self.sees = None if self.visible is None else self.visible.any(2).repeat(1, self.group)[..., None]
+        self.unseen = None if seen is None or bool(seen.all()) else torch.cat([seen.new_zeros(len(seen), self.first), ~seen], -1)
+        self.sees = None if self.visible is None or self.first else self.visible.any(2).repeat(1, self.group)[..., None]
         self.centre = self._centre() if self.cost.norms else None
         self._attend()
 
@@ -270,8 +272,8 @@ class _Part:
 
     def _logits(self, at: slice) -> Tensor:
         z = self.queries @ self.keys[:, at].to(self.queries.dtype).mT
-        if self.visible is not None and not bool((visible := self.visible[..., at]).all()):
-            z.unflatten(1, (self.group, -1)).masked_fill_(~visible.unsqueeze(1), -torch.inf)
+        if at.stop > self.first and not bool((visible := self.visible[..., max(0, at.start - self.first) : at.stop - self.first]).all()):
+            z[..., max(0, self.first - at.start) :].unflatten(1, (self.group, -1)).masked_fill_(~visible.unsqueeze(1), -torch.inf)
         return z
 
     def _own(self, at: slice) -> Tensor:

@@ -46,11 +46,17 @@ def evicted(score: Tensor, surplus: Tensor | int, real: Tensor | None = None) ->
     if isinstance(surplus, int):
         if surplus == 0:
             return torch.zeros_like(score, dtype=torch.bool)
-        # the few that go are cheaper to find than the many that stay
-        cut = score.topk(surplus, dim=-1, largest=False).values[..., -1:]
-        gone = score <= cut
+        # whichever are fewer, those that go or those that stay, are cheaper to find
+        stay = score.shape[-1] - surplus
+        if surplus <= stay:
+            cut = score.topk(surplus, dim=-1, largest=False).values[..., -1:]
+            gone = score <= cut
+        else:
+            cut = score.topk(stay, dim=-1).values[..., -1:] if stay else score.new_full((), torch.inf)
+            gone = score < cut if stay else torch.ones_like(score, dtype=torch.bool)
         if int(gone.sum()) == gone.numel() // gone.shape[-1] * surplus:
             return gone  # no row has a tie at its cut
+        cut = score.topk(surplus, dim=-1, largest=False).values[..., -1:]
         need = torch.tensor(surplus, device=score.device)
     else:
         need = surplus[..., None]

@@ -28,7 +28,10 @@ def window_blocks(view: CacheView) -> Iterator[tuple[Tensor, Tensor]]:
             yield z.softmax(-1), z
             continue
         seen = visible[:, :, i : i + block].repeat(1, 1, group, 1)
-        yield z.masked_fill(~seen, -torch.inf).softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0), z
+        masked = z.clone()
+        masked[..., c - seen.shape[-1] :].masked_fill_(~seen, -torch.inf)
+        a = masked.softmax(-1)
+        yield a if seen.shape[-1] < c else a.masked_fill(~seen.any(-1, keepdim=True), 0.0), z
 
 
 def distances(a: Tensor, b: Tensor) -> Tensor:

@@ -304,3 +304,15 @@ def test_what_cannot_be_is_refused():
                       (lambda: deletion.weighted(queries, keys, values, 1.0, deletion.gram(w)[:2]), "gram")):
         with pytest.raises(ValueError, match=say):
             make()
+
+
+@pytest.mark.parametrize("tile", [64, 2**19])
+def test_a_mask_of_the_last_entries_says_the_rest_is_seen(tile, monkeypatch):
+    """At prompt end a window's queries hide a few of the newest from each other and nothing else."""
+    monkeypatch.setitem(deletion.BLOCK, "cpu", tile)
+    g = torch.Generator().manual_seed(3)
+    q, k, v, w = (torch.randn(*s, generator=g, dtype=torch.float64) for s in ((2, 4, 6, 8), (2, 2, 150, 8), (2, 2, 150, 8), (4, 8, 12)))
+    whole = torch.arange(150)[None, :] <= torch.arange(144, 150)[:, None]
+    for cost in (deletion.Cost(), deletion.Cost("anchor"), deletion.Cost(form="magnitude"), deletion.Cost(group="max")):
+        want, got = (deletion.weighted(q, k, v, 0.4, deletion.gram(w), m[None, None], None, cost) for m in (whole, whole[:, -6:]))
+        assert torch.allclose(want, got, atol=1e-13)

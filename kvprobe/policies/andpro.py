@@ -48,7 +48,7 @@ class POLICY:
     def score(self, view: CacheView) -> Tensor:
         if self.form == "paper":
             by = (view.query_positions >= 0).to(wide(view.keys.dtype))
-            visible = view.real[:, :, None, :] & (view.positions[:, :, None, :] <= view.query_positions[:, None, :, None])
+            visible = attention.window_visible(view.query_positions, view.positions)
             cost = deletion.Cost("anchor", group="sum")
             return deletion.weighted(view.queries, view.keys, view.values, view.scaling, None, visible, by, cost).masked_fill(~view.real, 0.0)
         values, total = view.values.double().masked_fill(~view.free[..., None], 0.0), 0.0

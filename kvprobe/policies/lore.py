@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvprobe import allocation, deletion, lookahead, reliability
+from kvprobe import allocation, attention, deletion, lookahead, reliability
 from kvprobe.types import CacheView, Needs, check_window
 
 
@@ -132,18 +132,21 @@ class POLICY:
             future = self.weigh(future)
         queries, sets, visible = self._asked(view, future)
         gram = self._gram(view.layer, view.keys.device) if self.objective == "projected" else None
-        psi = deletion.by_set(queries, view.keys, view.values, view.scaling, sets, gram, visible, deletion.Psi(self.alpha, self.kappa),
-                              deletion.Cost(self.objective, self.form, self.eps, self.group))
-        score = psi["window"]
+        cost = deletion.Cost(self.objective, self.form, self.eps, self.group)
+        shares = {"window": torch.ones(len(view.now), device=queries.device)}
         if future is not None:
-            weights = future.weights.to(score.device, score.dtype)
-            score = score + self.lam_l * sum(weights[:, m, None, None] * psi[str(m)] for m in range(weights.shape[1]))
+            shares |= {str(m): self.lam_l * future.weights[:, m].to(queries.device) for m in range(future.weights.shape[1])}
+        if self.alpha == 0 and self.group != "max":  # a mean of means is one weighted sum, which is cheaper
+            score = deletion.weighted(queries, view.keys, view.values, view.scaling, gram, visible, deletion.per_query(sets, shares), cost)
+        else:
+            psi = deletion.by_set(queries, view.keys, view.values, view.scaling, sets, gram, visible, deletion.Psi(self.alpha, self.kappa), cost)
+            score = sum(share.to(psi[name].dtype)[:, None, None] * psi[name] for name, share in shares.items())
         return score.masked_fill(~view.real, 0.0)
 
     def _asked(self, view: CacheView, future: Future | None):
-        """(queries [b hq q d], {set: bool [b q]}, visible [b hkv q c]): the window sees causally, the look ahead the whole prompt."""
+        """(queries [b hq q d], {set: bool [b q]}, visible [b hkv q s] of the last s candidates): the window sees causally, the look ahead the whole prompt."""
         at = view.query_positions
-        visible = view.real[:, :, None, :] & (view.positions[:, :, None, :] <= at[:, None, :, None])
+        visible = attention.window_visible(at, view.positions)
         if future is None:
             return view.queries, {"window": at >= 0}, visible
         found = future.lookahead
@@ -155,8 +158,10 @@ class POLICY:
             own = torch.zeros_like(valid)
             own[:, m] = valid[:, m]
             sets[str(m)] = torch.cat([none, own.flatten(1)], dim=1)
-        later = view.real[:, :, None, :].expand(-1, -1, ahead.shape[2], -1)
-        return torch.cat([view.queries, ahead], dim=2), sets, torch.cat([visible, later], dim=2)
+        if visible is not None:
+            later = view.real[:, :, None, -visible.shape[-1] :].expand(-1, -1, ahead.shape[2], -1)
+            visible = torch.cat([visible, later], dim=2)
+        return torch.cat([view.queries, ahead], dim=2), sets, visible
 
     def _gram(self, layer: int, device) -> Tensor:
         if not hasattr(self, "_model"):

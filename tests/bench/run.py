@@ -2,7 +2,7 @@
 
     python tests/bench/run.py [--quick] [--only forcing1 --only round ...] [--threads 1] [--model smollm2] [--out DIR]
 
-Parts: step, generation, round, deletion, memory1, memory8, forcing1, forcing8 (speed at batch 1 and 8), capture, memory-capture, exact. A full run takes about half an
+Parts: step, generation, round, deletion, compress, memory1, memory8, forcing1, forcing8 (speed at batch 1 and 8), capture, memory-capture, exact. A full run takes about half an
 hour of one core, --quick about ten minutes. Nothing else should run meanwhile; the load is printed with the results.
 """
 
@@ -17,6 +17,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import compressing
 import decode
 import deleting
 import eviction
@@ -65,6 +66,7 @@ def main() -> int:
         "generation": lambda: decode.generation(*models(), say, n=q(2, 5)),
         "round": lambda: eviction.one_round(say, n=q(7, 21)),
         "deletion": lambda: deleting.scoring(say, n=q(3, 9)),
+        "compress": lambda: compressing.speed(*models(), say, n=q(2, 7)),
         "memory1": lambda: memory.peaks(say, args.model, args.threads, batch=1, n=q(1, 3)),
         "memory8": lambda: memory.peaks(say, args.model, args.threads, batch=8, n=q(1, 2)),
         "forcing1": lambda: forcing.speed(*models(), say, batch=1, n=q(3, 7)),
