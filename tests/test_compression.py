@@ -218,3 +218,19 @@ def test_questions_are_checked(llama, ids):
     made = compress(llama[0], ids[:2, :N], policy="random", keep=14, protect_window=4)
     with pytest.raises(ValueError, match="3 questions for 2 prompts"):
         made.ask(["a", "b", "c"])
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "rkv", "criticalkv", "lore"])
+def test_a_prompt_shorter_than_the_window_that_votes(llama, ids, policy):
+    """B04: 17 tokens under a window of 64: what the 17 queries say, and nothing is evicted where nothing must be."""
+    extra = dict(m=0) if policy == "lore" else {}
+    made, plain = (compress(llama[0], ids[:1, :17], policy=policy, keep=10, protect_window=4, window=w, **extra) for w in (64, 17))
+    assert kept(made) == kept(plain) and int(made.kept.sum()) == 40
+    assert bool((compress(llama[0], ids[:1, :17], policy=policy, keep=20, protect_window=4, window=64, **extra).kept == 17).all())
+
+
+def test_a_ratio_is_a_count(llama, ids):
+    """K01: both forms give the same, and the count is on record."""
+    text = torch.cat([ids.flatten(), ids[0, :16]])[None]
+    a, z = (compress(llama[0], text, policy="keydiff", protect_window=4, **how) for how in (dict(keep=64), dict(keep_ratio=0.25)))
+    assert text.shape[1] == 256 and kept(a) == kept(z) and a.cache.plan.keep == z.cache.plan.keep == 64
