@@ -23,7 +23,7 @@ def draw(table: pd.DataFrame, manifest: dict):
     """A matplotlib Figure: accuracy by layer (one row for keys, one for values; one column per group of tokens), then recall R by pinning."""
     from kvprobe import plotting
 
-    figure, axes = plotting.grid(14, 9.2, 3, len(GROUPS))
+    figure, axes = plotting.grid(18, 9.2, 3, len(GROUPS))
     heads = sorted(table["head"].astype(int).unique())
     colors = dict(zip(heads, ["#4477aa", "#ee9944", "#aa3377", "#228833", "#66ccee", "#ccbb44", "#bbbbbb", "#000000"] * 8))
     read = table[table.part == "readout"]

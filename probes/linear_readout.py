@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import head_sets, needles, places, planting, stats
+from kvprobe import head_sets, needles, places, planting, readout, stats
 from kvprobe.comparing import NEVER
 from kvprobe.head_sets import DELETED, HEADS, KEPT, HeadSets
 from kvprobe.probes import site_map
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 STATES = ("keys", "values")
-GROUPS = {"digit": "the digit itself", "box": "the rest of the box", "after": "the 16 tokens after it", "query": "the query's last 16"}
+GROUPS = {"digit": "the digit itself", "next": "the token after the digit", "box": "the rest of the box", "after": "the 16 tokens after it", "query": "the query's last 16",
+          "last": "the query's last token"}
+EACH = ("digit", "next")
+"""Groups in which every digit has a token of its own; in the others every token is asked for every digit."""
 NEAR = 16
 """Tokens after the box, and at the end of the query, that are read."""
 ALL = -1
@@ -41,7 +44,7 @@ class CONFIG(HEADS):
     ridge: float = 30.0
     """penalty of the ridge classifier, on standardised states"""
     logistic_layers: int = 3
-    """layers, spread evenly, that are read by logistic regression too, at the digit and at one later token of each group; 0: none"""
+    """layers, spread evenly, that are read by logistic regression too, at the last token of each group; 0: none"""
     read_batch: int = 16
     """short texts of one forward"""
     bands: int = 6
@@ -77,58 +80,6 @@ def start(config: CONFIG, model) -> Session:
     return Session(config, model)
 
 
-# -- the classifier -------------------------------------------------------------------------------------------------------
-
-
-def folds_of(n: int, count: int, seed: int) -> np.ndarray:
-    """The fold [n] of each sample: a random cut into `count` parts of nearly equal size."""
-    return np.random.default_rng([seed, 21]).permutation(np.arange(n) % count)
-
-
-def ridge_hits(states: np.ndarray, labels: np.ndarray, folds: np.ndarray, penalty: float) -> np.ndarray:
-    """Whether held-out labels are read right: states [n, d], labels [n, k] (k questions to the same states) -> hits [n, k].
-
-    Per fold the states are standardised by the other folds, and each question's classes regressed as -1/+1 columns with one ridge penalty;
-    the largest column is the answer. That is scikit-learn's RidgeClassifier(alpha=penalty) per question, all solved at once.
-    """
-    import sklearn
-    from sklearn.linear_model import Ridge
-
-    classes = [np.unique(column) for column in labels.T]
-    at = np.cumsum([0, *map(len, classes)])
-    targets = np.concatenate([2.0 * (labels[:, k, None] == c) - 1 for k, c in enumerate(classes)], axis=1)
-    hits = np.zeros(labels.shape, dtype=bool)
-    for fold in np.unique(folds):
-        train, test = folds != fold, folds == fold
-        centre, scale = states[train].mean(0), states[train].std(0)
-        scaled = (states - centre) / np.where(scale > 0, scale, 1)
-        with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):  # a third of the time of so small a fit
-            scores = Ridge(alpha=penalty).fit(scaled[train], targets[train]).predict(scaled[test])
-        for k, c in enumerate(classes):
-            hits[test, k] = c[scores[:, at[k] : at[k + 1]].argmax(1)] == labels[test, k]
-    return hits
-
-
-def logistic_hits(states: np.ndarray, labels: np.ndarray, folds: np.ndarray) -> np.ndarray:
-    """The same by multinomial logistic regression (scikit-learn's defaults on standardised states)."""
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import StandardScaler
-
-    hits = np.zeros(labels.shape, dtype=bool)
-    for fold in np.unique(folds):
-        train, test = folds != fold, folds == fold
-        for k in range(labels.shape[1]):
-            fitted = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)).fit(states[train], labels[train, k])
-            hits[test, k] = fitted.predict(states[test]) == labels[test, k]
-    return hits
-
-
-def chance(labels: np.ndarray) -> np.ndarray:
-    """What always naming the commonest label gets, per question [k] of labels [n, k]."""
-    return np.array([np.unique(column, return_counts=True)[1].max() / len(column) for column in labels.T])
-
-
 # -- the session ----------------------------------------------------------------------------------------------------------
 
 
@@ -144,10 +95,11 @@ class Session:
         filler = needles.Filler(config.filler, model.tokenizer)
         self.texts = needles.build(model.tokenizer, filler, config.reading, range(config.readings), config.seed + 1)
         s = self.texts[0]
-        self.columns = {"digit": range(*s.value_in_box), "box": range(s.value_in_box[1], s.box[1]), "after": range(s.box[1], s.box[1] + NEAR),
-                        "query": range(s.answer[0] - min(NEAR, config.query), s.answer[0])}
+        a, z = s.value_in_box
+        self.columns = {"digit": range(a, z), "next": range(a + 1, z + 1), "box": range(s.value_in_box[1], s.box[1]), "after": range(s.box[1], s.box[1] + NEAR),
+                        "query": range(s.answer[0] - min(NEAR, config.query), s.answer[0]), "last": range(s.answer[0] - 1, s.answer[0])}
         self.labels = np.stack([t.ids[slice(*t.value_in_box)] for t in self.texts])  # [n, digit]
-        self.chance = chance(self.labels)
+        self.chance = readout.chance(self.labels)
         if min(map(len, self.columns.values())) < 1:
             raise ValueError(f"box={config.box} leaves no token behind the value: the rest of the box cannot be read")
         if model.context is not None and len(s.ids) > model.context:
@@ -205,7 +157,7 @@ class Session:
 
     def _fits(self, row: int) -> list[dict]:
         c, layer = self.config, self.model.geometry.kv_layers[row]
-        folds = folds_of(len(self.texts), c.folds, c.seed)
+        folds = readout.folds_of(len(self.texts), c.folds, c.seed)
         mixed = np.random.default_rng([c.seed, 22]).permutation(len(self.texts))
         both = np.concatenate([self.labels, self.labels[mixed]], axis=1)  # the same fits answer for shuffled labels
         deep = len(self.model.geometry.kv_layers)
@@ -215,16 +167,18 @@ class Session:
             for head in range(self.model.geometry.n_kv):
                 states = self._states[k][row, head]
                 base = dict(layer=layer, head=head, state=k)
-                out += self._group_rows(base | dict(method="ridge"), lambda x, y: ridge_hits(x, y, folds, c.ridge), states, both, every=True)
+                out += self._group_rows(base | dict(method="ridge"), lambda x, y: readout.ridge_hits(x, y, folds, c.ridge), states, both, every=True)
                 if row in by_logistic:
-                    out += self._group_rows(base | dict(method="logistic"), lambda x, y: logistic_hits(x, y, folds), states, self.labels, every=False)
+                    out += self._group_rows(base | dict(method="logistic"), lambda x, y: readout.logistic_hits(x, y, folds), states, self.labels, every=False)
         return out
 
     def _group_rows(self, base: dict, fit: Callable, states: np.ndarray, labels: np.ndarray, every: bool) -> list[dict]:
-        """Accuracy per group of tokens and digit, the mean over the group's tokens; one fit per token. every: all tokens of a group, else the last."""
+        """Accuracy per group of tokens and digit, the mean over the group's tokens; one fit per token. every: all tokens of a group that is no digit's own, else the last."""
         digits, first, out = self.labels.shape[1], self.columns["digit"][0], []
         for group, columns in self.columns.items():
-            if group == "digit":  # each digit is read where it stands
+            if group == "query" and not every:
+                continue  # its last token is a group of its own
+            if group in EACH:
                 hits = np.concatenate([fit(states[columns[t % digits] - first], labels[:, t, None]) for t in range(labels.shape[1])], axis=1).astype(float)
             else:
                 hits = np.mean([fit(states[x - first], labels) for x in (columns if every else columns[-1:])], axis=0)
@@ -300,6 +254,8 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
             g = part[part.group == group]
             best = g.loc[g.accuracy.idxmax()]
             row[f"{GROUPS[group]}: mean (best layer)"] = f"{g.accuracy.mean():.2f} ({best.accuracy:.2f} in {best.layer})"
+        first = rows[(rows.metric == "accuracy") & (rows.method == "ridge") & (rows.labels == "true") & (rows.group == "last") & (rows.digit == 0) & (rows.state == state) & (rows["head"] == head)]
+        row["its first digit (best layer)"] = f"{first.value.max():.2f} in {int(first.layer[first.value.idxmax()])}"
         row["shuffled"] = f"{mixed[(mixed.state == state) & (mixed['head'] == head)].accuracy.mean():.2f}"
         row["chance"] = f"{part.chance.mean():.2f}"
         r = use[(use.kind == "head") & (use["head"] == head)].iloc[0]

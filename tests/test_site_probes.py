@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvprobe
-from kvprobe import audit, coalitions, engine, keeplog, needles, places, registry, runner
+from kvprobe import audit, coalitions, engine, keeplog, needles, places, readout, registry, runner
 from kvprobe.models import load
 from kvprobe.probes import coalitions as coalitions_probe
 from kvprobe.probes import linear_readout, site_map, transplant
@@ -294,8 +294,8 @@ def test_the_ridge_classifier_is_scikit_learns(samples):
 
     states, labels = samples
     states = states + np.random.default_rng(1).normal(size=states.shape) * 4  # so that answers differ
-    folds = linear_readout.folds_of(200, 5, 0)
-    got = linear_readout.ridge_hits(states, labels, folds, 7.0)
+    folds = readout.folds_of(200, 5, 0)
+    got = readout.ridge_hits(states, labels, folds, 7.0)
     for k in range(2):
         for fold in range(5):
             fitted = make_pipeline(StandardScaler(), RidgeClassifier(alpha=7.0)).fit(states[folds != fold], labels[folds != fold, k])
@@ -306,18 +306,18 @@ def test_the_ridge_classifier_is_scikit_learns(samples):
 @pytest.mark.parametrize("method", ["ridge", "logistic"])
 def test_a_planted_digit_is_read_and_a_shuffled_one_is_not(method, samples):
     states, labels = samples
-    folds = linear_readout.folds_of(200, 4, 0)
+    folds = readout.folds_of(200, 4, 0)
     mixed = labels[np.random.default_rng(3).permutation(200)]
     both = np.concatenate([labels[:, :1], mixed[:, :1]], axis=1)
-    hits = linear_readout.ridge_hits(states, both, folds, 1.0) if method == "ridge" else linear_readout.logistic_hits(states, both, folds)
+    hits = readout.ridge_hits(states, both, folds, 1.0) if method == "ridge" else readout.logistic_hits(states, both, folds)
     assert hits[:, 0].all()
     assert hits[:, 1].mean() == pytest.approx(0.1, abs=0.065)  # three standard errors
-    assert linear_readout.chance(both)[0] == np.bincount(labels[:, 0]).max() / 200
+    assert readout.chance(both)[0] == np.bincount(labels[:, 0]).max() / 200
 
 
 def test_folds_are_a_balanced_cut():
-    folds = linear_readout.folds_of(23, 4, 1)
-    assert sorted(np.bincount(folds)) == [5, 6, 6, 6] and (folds != linear_readout.folds_of(23, 4, 2)).any()
+    folds = readout.folds_of(23, 4, 1)
+    assert sorted(np.bincount(folds)) == [5, 6, 6, 6] and (folds != readout.folds_of(23, 4, 2)).any()
 
 
 def test_states_are_those_of_the_texts_own_tokens(lm):
@@ -327,7 +327,7 @@ def test_states_are_those_of_the_texts_own_tokens(lm):
     states = session.read(lambda tokens: None)
     text, first = session.texts[3], session.columns["digit"][0]
     assert lm.tokenizer.decode(text.ids[list(session.columns["digit"])].tolist()) == text.value
-    assert [len(c) for c in session.columns.values()] == [4, session.texts[0].box[1] - session.texts[0].value_in_box[1], 3, 3]
+    assert [len(c) for c in session.columns.values()] == [4, 4, session.texts[0].box[1] - session.texts[0].value_in_box[1], 3, 3, 1] and session.columns["next"][0] == first + 1
     assert session.columns["query"][-1] == text.answer[0] - 1  # the token that predicts the first digit
     capture = kvprobe.capture(lm, torch.from_numpy(text.ids[None, : text.answer[0]]), what=("k", "v"))
     for name, kind in (("keys", "k"), ("values", "v")):
@@ -340,7 +340,7 @@ def test_readout_rows_are_complete(done):
     run = done("linear_readout")
     rows = run.rows[run.rows.metric == "accuracy"]
     ridge = rows[rows.method == "ridge"]
-    assert len(ridge) == 2 * 2 * 2 * 4 * 2 * 5  # states, layers, heads, groups, labels, digits and their mean
+    assert len(ridge) == 2 * 2 * 2 * 6 * 2 * 5  # states, layers, heads, groups, labels, digits and their mean
     mean = ridge[ridge.digit == linear_readout.ALL].set_index(["state", "layer", "head", "group", "labels"]).value
     each = ridge[ridge.digit >= 0].groupby(["state", "layer", "head", "group", "labels"]).value.mean()
     assert (mean.sort_index() - each.sort_index()).abs().max() < 1e-12
