@@ -303,7 +303,8 @@ def test_recall_lies_between_the_endpoints_of_its_own_distance():
 
 
 def test_the_spread_over_seeds_of_the_worked_example():
-    rows = pd.concat([made_rows({"kept": [0, 0], "deleted": [-10, -10], "0": [-8 + draw, -8 + draw]}, draw=draw) for draw in range(3)])
+    ends = [(-10, -8), (-20, -14), (-30, -18)]  # R = .2, .3, .4 between each seed's own endpoints
+    rows = pd.concat([made_rows({"kept": [0, 0], "deleted": [gone, gone], "0": [mine, mine]}, draw=draw) for draw, (gone, mine) in enumerate(ends)])
     assert distance_by_heads.seed_spread(rows, "0", "8 rounds") == pytest.approx(0.1)
 
 
