@@ -41,6 +41,7 @@ def draw(table: pd.DataFrame, manifest: dict):
             axes[0].text(i, 1.01, f"both − sum\n{told(r, 'surplus')}", transform=axes[0].get_xaxis_transform(), ha="center", va="bottom", fontsize=6.5)
     axes[0].set_ylabel("recall R of the answer\n[share of the available log p]")
     axes[1].set_ylabel("retrieval of both values\n[fraction of pairs of facts]")
+    axes[1].set_ylim(-0.02, 1.02)
     axes[1].set_xticks(range(len(table)), [_tick(s) for s in table.split], fontsize=8)
     axes[1].set_xlabel("KV heads that hold the facts, in every layer; others lose them first of all")
     named = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels())}

@@ -23,6 +23,8 @@ KEPT, DELETED, FULL = "kept", "deleted", "full"
 """The endpoints, and the cache that evicts nothing: cases of every such probe."""
 NATS_APART, NATS_BELOW = 3.0, 0.5
 """Least distance between the endpoints, and how far the fact kept everywhere may fall below the full cache, in mean log p [nats]."""
+ABLE = 0.5
+"""Retrieval of the full cache from which on kept is judged against it: a model that cannot answer at all is no measure of an instrument."""
 
 
 @dataclass(frozen=True)
@@ -246,8 +248,10 @@ class HeadSets(Comparing):
         told = ", ".join(f"{d.text()} at {ask}" for d, ask in zip(apart, asks))
         out = [far_check(min(d.value for d in apart), told, len(found[0]), applies)]
         if FULL in found[0]:
-            below = stats.difference(found[0][KEPT], found[0][FULL], self.config.seed)
-            out.insert(0, near_check(below.value, f"kept - full = {below.text()}", len(found[0]), applies))
+            below, got = stats.difference(found[0][KEPT], found[0][FULL], self.config.seed), wide(rows, "retrieved", asks[0])[FULL].mean()
+            able = got >= ABLE  # else the rest of the cache may be worth more than the fact
+            told = f"kept - full = {below.text()}" + ("" if able else f" (not judged: the full cache itself retrieves {got:.2f})")
+            out.insert(0, near_check(below.value, told, len(found[0]), applies and bool(able)))
         return out
 
 

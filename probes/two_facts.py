@@ -93,19 +93,21 @@ def start(config: CONFIG, model) -> Session:
 
 
 class Session(HeadSets):
-    """Rows also give log p and retrieval of each value's own tokens (metrics "logp x", "retrieved y", ...)."""
+    """Rows also give log p and retrieval of each value's own tokens (metrics "logp x", "retrieved y", ...); "retrieved" is that of both values,
+    whatever the model would write between them."""
 
     def facts(self) -> dict:
         return super().facts() | {"splits": [list(s) for s in splits(self.config.splits, self.model.geometry)]}
 
     def rows_of(self, arm, story, k, log, answers) -> list[dict]:
-        rows, answer = super().rows_of(arm, story, k, log, answers), answers[-1]
-        first = answer.ask.at + len(answer.ask.query)
+        rows, answer = [row for row in super().rows_of(arm, story, k, log, answers) if row["metric"] != "retrieved"], answers[-1]
+        first, base, both = answer.ask.at + len(answer.ask.query), dict(ask=answer.ask.name), True
         for fact in SPANS:
             a, z = (p - first for p in story.spans[f"{fact} answer"])
-            rows += [dict(ask=answer.ask.name, metric=f"logp {fact}", value=float(answer.logp[k, a:z].sum()), unit="nats"),
-                     dict(ask=answer.ask.name, metric=f"retrieved {fact}", value=float(answer.top[k, a:z].all()), unit="fraction")]
-        return rows
+            got = bool(answer.top[k, a:z].all())
+            rows += [base | dict(metric=f"logp {fact}", value=float(answer.logp[k, a:z].sum()), unit="nats"), base | dict(metric=f"retrieved {fact}", value=float(got), unit="fraction")]
+            both = both and got
+        return [*rows, base | dict(metric="retrieved", value=float(both), unit="fraction")]
 
     def report(self, rows: pd.DataFrame, folder):
         from kvprobe.runner import Report

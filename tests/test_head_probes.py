@@ -140,13 +140,13 @@ def test_answers_are_those_of_a_stock_model_under_masks(done, stock, probe, case
     for n, ask in enumerate(story.asks, 1):
         ref = fed(stock, d.config, np.concatenate([story.ids[: ask.at], ask.query]), story.prompt, held, banned, SEEDS[draw], instance)
         felt = sum(length < ask.at + len(ask.query) for _, length, _ in ref.history)
-        logp, top = [], True
+        logp, top = [], []
         for token in ask.value:
             row = torch.log_softmax(ref.last[-1], -1)
-            logp, top = [*logp, float(row[token])], top and int(row.argmax()) == token
+            logp, top = [*logp, float(row[token])], [*top, int(row.argmax()) == token]
             ref.last = ref.feed(torch.tensor([[int(token)]]))[0]
         mine = d.rows[(d.rows.case == case) & (d.rows.draw == draw) & (d.rows.instance == instance) & (d.rows.ask == ask.name)]
-        assert value(mine, metric="logp") == pytest.approx(sum(logp), abs=1e-8) and value(mine, metric="retrieved") == top
+        assert value(mine, metric="logp") == pytest.approx(sum(logp), abs=1e-8) and value(mine, metric="retrieved") == all(top[:4] + top[-4:])  # not the comma
         assert value(mine, metric="rounds") == felt == n
         if probe == "two_facts":
             assert value(mine, metric="logp x") == pytest.approx(sum(logp[:4]), abs=1e-8) and value(mine, metric="logp y") == pytest.approx(sum(logp[-4:]), abs=1e-8)
@@ -397,7 +397,15 @@ def test_the_audit_finds_a_log_that_lies(done):
     assert head_sets.audit_check([(late, 0, pins)], 10**6).passed is False
     assert head_sets.audit_check([(log, k, pins)], log.fired[k][0] - 1).passed is False  # asked before the banned tokens were gone
     assert head_sets.rounds_check({"3 rounds": [3]}).passed and not head_sets.rounds_check({"3 rounds": [3, 4]}).passed
-    assert not head_sets.near_check(-0.6, "", 3, True).passed and not head_sets.far_check(2.9, "", 3, True).passed
+    assert head_sets.near_check(-0.6, "", 3, False).passed is None and not head_sets.near_check(-0.6, "", 3, True).passed and not head_sets.far_check(2.9, "", 3, True).passed
+
+
+@pytest.mark.parametrize("full, passed", [(0, True), (-9, None)])
+def test_kept_is_judged_by_the_full_cache_only_where_that_retrieves(full, passed):
+    rows = made_rows({"kept": [0.0, -0.5], "deleted": [-10, -10], "full": [full, full]})
+    session = SimpleNamespace(config=SimpleNamespace(model="any", seed=0))
+    near, far = head_sets.HeadSets._ends(session, rows, ["8 rounds"])
+    assert near.passed is passed and far.passed is True and ("not judged: the full cache itself retrieves 0.00" in near.measured) == (passed is None)
 
 
 @pytest.mark.parametrize("module, given, message", [
