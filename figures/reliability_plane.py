@@ -55,11 +55,26 @@ def _arms(ax, part: pd.DataFrame, names: list[str], metric: str) -> None:
             ax.errorbar(x, names.index(r.arm), xerr=[[max(0, x - low)], [max(0, high - x)]], fmt="o", ms=4, lw=1, capsize=2.5, color="#4477aa")
     if gap:
         ax.axvline(0, color="0.3", lw=0.8)
+        _near(ax, part, names)
     ax.set(ylim=(len(names) - 0.5, -0.5), yticks=range(len(names)), yticklabels=names)
     ax.locator_params(axis="x", nbins=5)
     ax.set_xlabel(METRICS[metric], fontsize=9)
     ax.tick_params(labelsize=8)
     ax.grid(alpha=0.4)
+
+
+FAR = "window only"
+
+
+def _near(ax, part: pd.DataFrame, names: list[str]) -> None:
+    """The axis spans the weightings; what no look ahead costs lies far off and is said in words."""
+    near = part[part.arm != FAR]
+    low, high = min(0.0, near.gap_low.min()), max(0.0, near.gap_high.max())
+    room = 0.08 * (high - low) or 1.0
+    for r in part[part.arm == FAR].itertuples():
+        if r.gap_low < low - room or r.gap_high > high + room:
+            ax.text(low - room, names.index(r.arm), f" off the axis: {r.gap:.3g} [{r.gap_low:.3g}, {r.gap_high:.3g}]", va="center", fontsize=8)
+    ax.set_xlim(low - room, high + room)
 
 
 def _signals(ax, part: pd.DataFrame) -> None:
