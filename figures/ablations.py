@@ -35,6 +35,7 @@ def draw(table: pd.DataFrame, manifest: dict):
                 r = shown[(shown.keep == keep) & (shown.arm == name)].iloc[0]
                 v, low, high = (r[f"{metric}_gain{x}"] for x in ("", "_low", "_high"))
                 ax.errorbar(v, y + 0.18 * (k - (len(budgets) - 1) / 2), xerr=[[max(0, v - low)], [max(0, high - v)]], fmt="o", ms=3.5, lw=1, capsize=2, color=hues[keep], label=f"B = {keep}" if not y else None)
+        ax.locator_params(axis="x", nbins=5)
         ax.set_xlabel(f"{label},\ndifference to {CORE}")
         ax.set_title("  ".join(f"B={k}: {_value(table, k, CORE, metric)}" for k in budgets) + f"\n(random {', '.join(_value(table, k, FLOOR, metric) for k in budgets)}; "
                      f"oracle {', '.join(_value(table, k, 'oracle', metric) for k in budgets)})", fontsize=7.5)
