@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvprobe import cli
+from kvprobe import cli, registry
 
 SMOKE = ["--preset", "smoke", "--instances", "2", "--batch-size", "1"]
 
@@ -86,10 +86,10 @@ class POLICY:
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["run", "planted_facts"], "known: blocks, distance, fork, keep_log, passcode, planted_fact"),
+    (["run", "planted_facts"], f"known: {', '.join(registry.names('probe'))}, or"),
     (["run", "planted_fact", "--preset", "huge"], "smoke, demo, paper"),
     (["run", "planted_fact", *SMOKE, "--polcy", "x"], "--policy"),
-    (["run", "planted_fact", *SMOKE, "--policy", "nope"], "known: caote, h2o"),
+    (["run", "planted_fact", *SMOKE, "--policy", "nope"], f"known: {', '.join(registry.names('policy'))}, or"),
     (["run", "planted_fact", *SMOKE, "--policy", "snapkv", "--policy.block", "2"], "its options are: window"),
     (["run", "planted_fact", *SMOKE, "--policy.block", "0"], "at least 1"),
     (["run", "planted_fact", *SMOKE, "--keep", "32", "--keep-ratio", "0.5"], "not both"),
