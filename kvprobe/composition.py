@@ -25,7 +25,7 @@ def classes(task: Task, n: int | None = None, structural: Iterable[Span] = (), s
     ValueError for n outside the prompt.
 
     >>> from types import SimpleNamespace as Made
-    >>> task = Made(ids=np.array([5, 8, 1, 7, 8, 9]), answer_ids=np.array([8, 9]), scored=np.array([True, False]), spans={"evidence": ((3, 5),)})
+    >>> task = Made(ids=np.array([5, 8, 1, 7, 8, 9]), answer_ids=np.array([8, 1]), scored=np.array([True, False]), spans={"evidence": ((3, 5),)})
     >>> {name: mask.nonzero().flatten().tolist() for name, mask in classes(task, window=1).items()}
     {'sink': [0], 'recent': [5], 'structural': [], 'evidence': [3, 4], 'answer': [1], 'other': [2]}
     """

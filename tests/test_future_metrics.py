@@ -171,6 +171,13 @@ def test_overlap_in_python(scores):
     assert all(bool((x == 1).all()) for x in ranking.overlap(a, a, keep, protected) + ranking.overlap(a, b, N, protected))
 
 
+def test_overlap_behind_padding_is_that_of_the_row_alone(scores):
+    a, b, _ = scores
+    real, held = torch.arange(N) >= 3, torch.arange(N) == N - 1
+    for padded, alone in zip(ranking.overlap(a.masked_fill(~real, 1e9), b.masked_fill(~real, torch.nan), 5, held, real), ranking.overlap(a[..., 3:], b[..., 3:], 5, held[3:])):
+        assert torch.equal(padded, alone)
+
+
 def test_spearman_is_scipys_over_the_candidates(scores):
     a, b, protected = scores
     real = (torch.arange(N) >= torch.tensor([[0], [2]]))[None, :, None]  # [1 b 1 n]: the second row begins with padding
@@ -220,14 +227,14 @@ def test_ranking_refusals(scores):
 
 # -- classes of tokens -----------------------------------------------------------------------------------------------------
 
-TASK = SimpleNamespace(ids=np.array([1, 50, 9, 7, 30, 8, 7, 40, 41, 1, 7, 3, 60, 61]), answer_ids=np.array([7, 60, 40]), scored=np.array([True, True, False]),
+TASK = SimpleNamespace(ids=np.array([1, 50, 9, 7, 30, 8, 7, 40, 41, 1, 7, 3, 60, 61]), answer_ids=np.array([7, 60, 41]), scored=np.array([True, True, False]),
                        spans={"evidence": ((5, 8),), "answer": ((6, 7),)})
 
 
 def test_classes_by_hand():
     made = composition.classes(TASK, structural=[(0, 2), (9, 10)], window=3)
     at = {name: mask.nonzero().flatten().tolist() for name, mask in made.items()}
-    assert at == {"sink": [0], "recent": [11, 12, 13], "structural": [1, 9], "evidence": [5, 6, 7], "answer": [3, 10], "other": [2, 4, 8]}  # 40 is no token that counts
+    assert at == {"sink": [0], "recent": [11, 12, 13], "structural": [1, 9], "evidence": [5, 6, 7], "answer": [3, 10], "other": [2, 4, 8]}  # 41 is no token that counts
     assert list(made) == list(composition.CLASSES)
     short = composition.classes(TASK, n=6, window=2, sink=0)
     assert {name: mask.nonzero().flatten().tolist() for name, mask in short.items()} == {"sink": [], "recent": [4, 5], "structural": [], "evidence": [], "answer": [3], "other": [0, 1, 2]}
