@@ -1,0 +1,266 @@
+"""The oracle suite: orders against the policies' own evictions, measures against plain recomputation, no leak from the future, figures against their tables."""
+
+import dataclasses
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import kvprobe
+from kvprobe import fidelity, oracle, runner, suite_answers, suite_orders, suite_pieces, suite_rows, suite_tables
+from kvprobe.models import load
+from kvprobe.prompting import CHANCE, Prompting
+from kvprobe.probes import oracle_suite as module
+
+SMALL = dataclasses.replace(module.PRESETS["smoke"], dtype="float64", instances=1, sampling_seeds=2)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return load("tiny", dtype="float64")
+
+
+@pytest.fixture(scope="module")
+def session(lm):
+    return module.start(SMALL, lm)
+
+
+@pytest.fixture(scope="module")
+def prompt(session):
+    return session.read(0)
+
+
+@pytest.fixture(scope="module")
+def ranked(session, prompt):
+    return suite_orders.ranked(session, prompt)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return kvprobe.run("oracle_suite", preset="smoke", out=tmp_path_factory.mktemp("suite") / "run", progress=False)
+
+
+def found(rows, metric, **where):
+    rows = [r for r in rows if r["metric"] == metric and all(r.get(k) == v for k, v in where.items())]
+    assert rows, (metric, where)
+    return np.array([r["value"] for r in rows])
+
+
+def captured(lm, prompt):
+    """q, k, v {layer: [h n d]} of one plain forward over prompt and future, and the future's length."""
+    tokens = prompt.truth.ahead.tokens[0][prompt.truth.ahead.valid[0]]
+    seen = kvprobe.capture(lm, torch.cat([torch.as_tensor(prompt.ids), tokens])[None], layers=[0, 1])
+    return *({i: getattr(seen, x)[i][0].numpy() for i in (0, 1)} for x in "qkv"), len(tokens)
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_arm_keeps_what_its_policy_keeps(session, prompt, ranked):
+    """One scoring and a cut at any budget, against the policy doing everything itself at that budget."""
+    assert len(ranked.orders) == 9 + 4 and {o.arm.name for o in ranked.orders} == set(suite_orders.CRITERIA)
+    for keep in SMALL.budgets:
+        kept = ranked.kept(keep)
+        assert bool((kept.sum(-1) == keep).all())
+        for i, a in enumerate(ranked.arms):
+            own = Prompting.evicted(session, dataclasses.replace(a, keep=keep), prompt)
+            assert torch.equal(kept[:, i : i + 1], prompt.truth.kept(own)), (a.name, keep)
+    assert len({tuple(o.score.flatten().tolist()) for o in ranked.orders}) >= 12  # /E and /D may agree, no others
+
+
+def test_a_poisoned_future_changes_no_policys_kept_set(session, prompt, ranked):
+    ahead = prompt.truth.ahead
+    other = oracle.Future(ahead.tokens.flip(-1), ahead.valid, {i: -q.flip(2) for i, q in ahead.queries.items()})
+    truth = oracle.of(session.model, prompt.cache, other)
+    poisoned = suite_orders.ranked(session, dataclasses.replace(prompt, truth=truth))
+    for keep in SMALL.budgets:
+        for i, a in enumerate(ranked.arms):
+            assert torch.equal(ranked.kept(keep)[:, i], poisoned.kept(keep)[:, i]) == (a.name != "oracle"), a.name
+
+
+# -- measures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_agreement_is_each_arm_measured_alone(session, prompt, ranked):
+    """Masks over the full cache against caches that were evicted, site by site."""
+    rows = list(suite_rows.agreement(prompt, ranked, 48, True))
+    for i, a in enumerate(ranked.arms):
+        own = Prompting.evicted(session, a, prompt)
+        error, (every, free) = prompt.truth.error(own), prompt.truth.recall(prompt.truth.kept(own), 48)
+        at = dict(arm=a.name, draw=a.draw, keep=48)
+        assert found(rows, "error", layer=1, **at) == pytest.approx(float(error[1].mean()), rel=1e-6)
+        assert found([r for r in rows if "layer" not in r], "error", **at) == pytest.approx(float(error.mean()), rel=1e-6)
+        assert found(rows, "recall", layer=1, head=0, **at) == pytest.approx(float(every[1, 0, 0]))
+        assert found([r for r in rows if "layer" not in r], "recall_free", **at) == pytest.approx(float(free.mean()))
+
+
+def test_errors_by_numpy_with_and_without_the_generated_keys(lm, session, prompt, ranked):
+    q, k, v, t = captured(lm, prompt)
+    n, kept = len(prompt.ids), ranked.kept(24)
+    said = suite_answers.full(lm, prompt)
+    for generated in (None, said.cache):
+        mine = suite_rows.errors(prompt, kept, generated)
+        for layer, arm, head in ((0, 0, 1), (1, 5, 2)):
+            cos = []
+            for u in range(t):
+                last = n + u + 1 if generated else n
+                z = k[layer][head // 2, :last] @ q[layer][head, n + u] * q[layer].shape[-1] ** -0.5
+                stays = np.concatenate([kept[layer, arm, head // 2].numpy(), np.ones(last - n, dtype=bool)])
+                full, part = (np.exp(z - z.max()) * m @ v[layer][head // 2, :last] for m in (np.ones(last), stays))
+                cos.append(full @ part / np.linalg.norm(full) / np.linalg.norm(part))
+            assert float(mine[layer, arm, head]) == pytest.approx(1 - np.mean(cos), abs=1e-9)
+    assert not torch.allclose(suite_rows.errors(prompt, kept), suite_rows.errors(prompt, kept, said.cache))
+
+
+def test_everything_kept_is_no_error(prompt):
+    assert float(suite_rows.errors(prompt, torch.ones_like(prompt.truth.protected)).abs().max()) < 1e-12
+
+
+def test_answers_are_those_of_an_evicted_cache(lm, session, prompt, ranked):
+    rows = list(suite_answers.answers(session, prompt, ranked, 48, suite_answers.full(lm, prompt)))
+    tokens = prompt.truth.ahead.tokens[0][prompt.truth.ahead.valid[0]]
+    text, n = torch.cat([torch.as_tensor(prompt.ids), tokens])[None], len(prompt.ids)
+    with torch.no_grad():
+        p = lm.model(input_ids=text).logits[0, n:-1].log_softmax(-1)
+        for name in ("CriticalKV", "LORE /D"):
+            a = next(x for x in ranked.arms if x.name == name and x.draw == max(y.draw for y in ranked.arms if y.name == name))
+            own = Prompting.evicted(session, a, prompt)
+            assert found(rows, "logp", arm=name, draw=a.draw) == pytest.approx(session.answered(own.branch(1), prompt)[0]["logp"], rel=1e-9)
+            logq = lm.model(input_ids=tokens[None, :-1], position_ids=torch.arange(n, n + len(tokens) - 1)[None], cache=own, use_cache=True).logits[0].log_softmax(-1)
+            assert found(rows, "kl", arm=name, draw=a.draw) == pytest.approx(float((p.exp() * (p - logq)).sum(-1).mean()), rel=1e-6)
+
+
+def test_likeness_by_sets(prompt, ranked):
+    rows, kept = list(suite_rows.likeness(prompt, ranked, 48)), ranked.kept(48)
+    at = {(a.name, a.draw): i for i, a in enumerate(ranked.arms)}
+    i, j = at["window attention", 0], at["LORE /E", 1]
+    want = np.mean([len(set(np.flatnonzero(kept[x, i, h])) & set(np.flatnonzero(kept[x, j, h]))) / 48 for x in (0, 1) for h in (0, 1)])
+    assert found(rows, "overlap", arm="window attention", other="LORE /E", draw=1) == pytest.approx(want)
+    free = ~prompt.truth.protected[1, 0, 0]
+    a, b = (pd.Series(ranked.orders[x].score[1, 0, 0][free].numpy()) for x in (j, at["oracle", 0]))
+    mine = found([r for r in rows if r["arm"] == "LORE /E"], "spearman", other="oracle", layer=1, draw=1)
+    other = pd.Series(ranked.orders[j].score[1, 0, 1][free].numpy()).corr(pd.Series(ranked.orders[at["oracle", 0]].score[1, 0, 1][free].numpy()), method="spearman")
+    assert mine == pytest.approx((a.corr(b, method="spearman") + other) / 2)
+
+
+def test_profiles_and_energy(lm, prompt, ranked):
+    rows = list(suite_rows.profiles(prompt, ranked))
+    one = next(o for o in ranked.orders if o.arm.name == "LORE /E")
+    free = ~prompt.truth.protected[0, 0, 0]
+    s = np.sort(one.score[:, 0][:, :, free].numpy(), axis=-1)[..., ::-1]
+    assert found(rows, "share", arm="LORE /E", draw=0, top=0.1) == pytest.approx((s[..., : round(0.1 * free.sum().item())].sum(-1) / s.sum(-1)).mean())
+    energy = list(suite_rows.energies(lm, prompt, oracle.ANALYSIS))
+    pair = [found(energy, "energy", layer=1, head=h)[0] for h in (2, 3)]
+    assert np.mean(pair) == pytest.approx(float(prompt.truth.score[1, 0, 1].sum()), rel=1e-9)  # S* is the mean over the group
+    assert found(energy, "energy_free", layer=1, head=1) == pytest.approx(float(prompt.truth.score[1, 0, 1][free].sum()), rel=1e-9)
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_an_independent_decodes_queries_and_the_rows_sources(run):
+    """float32: the stored queries against one plain forward; coverage, recall and classes by numpy from pieces alone."""
+    piece = suite_pieces.Pieces.load(run.path / "keeplogs" / "batch-0001.npz")
+    lm32, a = load("tiny"), piece.arrays
+    n, tokens = len(a["ids"]), a["future.tokens"][a["future.valid"]]
+    seen = kvprobe.capture(lm32, torch.as_tensor(np.concatenate([a["ids"], tokens]))[None], layers=[0, 1])
+    for layer in (0, 1):
+        q = seen.q[layer][0].numpy()
+        assert np.allclose(a[f"queries.{layer}.future"][:, : len(tokens)], q[:, n:], atol=2e-5) and np.allclose(a[f"queries.{layer}.window"], q[:, n - 8 : n], atol=2e-5)
+    rows = run.rows[run.rows.instance == 1]
+
+    def unit(x):
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    cos = unit(a["queries.1.future"][:, : len(tokens)]) @ unit(a["queries.1.window"]).transpose(0, 2, 1)
+    own = rows[(rows.metric == "coverage") & (rows.layer == 1)]
+    assert own[own.sets == "window"].value.item() == pytest.approx(cos.max(-1).mean(), abs=1e-5)
+    sampled = np.concatenate([unit(a["queries.1.draw.1"][m])[:, a["draw.1.valid"][m]] for m in range(2)], axis=1)
+    both = np.concatenate([cos, unit(a["queries.1.future"][:, : len(tokens)]) @ sampled.transpose(0, 2, 1)], axis=-1).max(-1).mean()
+    assert own[(own.sets == "both") & (own.form == "union") & (own.m == 2) & (own.draw == 1)].value.item() == pytest.approx(both, abs=1e-5)
+    kept, best = piece.kept("LORE /E", 1), piece.kept("oracle")
+    told = suite_tables.means_of(rows)
+    assert told[(told.metric == "recall") & (told.arm == "LORE /E") & (told.draw == 1) & (told["keep"] == 48)].value.item() == pytest.approx((kept & best).sum() / best.sum())
+    sink = rows[(rows.metric == "fraction") & (rows.cls == "sink")]
+    assert (sink.value == 1).all() and kept[..., 0].all()
+
+
+def test_bytes_are_reckoned(run):
+    s = module.start(module.PRESETS["smoke"], load("tiny"))
+    used = sum(p.stat().st_size for p in [run.path / "rows.jsonl", *(run.path / "keeplogs").iterdir()])
+    assert used < s.bytes_needed < 4 * used + 10_000_000
+
+
+def test_floor_and_ceiling(run):
+    means = suite_tables.means_of(run.rows)
+    recall = means[means.metric.isin(["recall", "recall_free"])]
+    assert (recall[recall.arm == "oracle"].value == 1).all() and run.ok
+    for metric, keep in (("recall", 96), ("recall_free", 96), ("recall", 24)):
+        part = recall[(recall.metric == metric) & (recall["keep"] == keep)]
+        assert part[part.arm == "random"].value.mean() == pytest.approx(part[part.arm == CHANCE].value.mean(), abs=0.03)  # 2 prompts x 2 seeds x 4 sites
+    n = run.rows[run.rows.metric == "tokens"].set_index("instance").value
+    want = fidelity.random_recall(int(n[0]), 96, 9)
+    assert tuple(recall[(recall.arm == CHANCE) & (recall["keep"] == 96) & (recall.instance == 0)].sort_values("metric").value) == want
+
+
+def test_a_run_goes_on_where_a_prompt_was_lost(run, tmp_path, monkeypatch):
+    import shutil
+
+    again = tmp_path / "run"
+    shutil.copytree(run.path, again)
+    (again / "keeplogs" / "batch-0001.npz").write_bytes(b"torn")
+    done, compute = [], module.Session.compute
+    monkeypatch.setattr(module.Session, "compute", lambda self, batch, *a: done.append(batch) or compute(self, batch, *a))
+    monkeypatch.setattr(runner, "save_figures", lambda *a: [])
+    other = kvprobe.run("oracle_suite", preset="smoke", out=again, progress=False)
+    assert done == [1] and (again / "rows.jsonl").read_text() == (run.path / "rows.jsonl").read_text() and other.ok
+    kept = [suite_pieces.Pieces.load(p / "keeplogs" / "batch-0001.npz").kept("LORE /D", 1) for p in (again, run.path)]
+    assert np.array_equal(*kept)
+
+
+def test_tables_are_means_over_seeds_then_prompts(run):
+    part = run.rows[(run.rows.metric == "error") & (run.rows.arm == "random") & (run.rows["keep"] == 48) & run.rows.layer.isna()]
+    by_prompt = part.groupby("instance").value.mean()
+    row = suite_tables.headline(run.rows, run.manifest).set_index(["metric", "arm"]).loc[("error", "random")]
+    assert row.value == pytest.approx(by_prompt.mean()) and row.n == 2 and (row.low, row.high) == pytest.approx((by_prompt.min(), by_prompt.max()))
+    assert set(run.table.criterion) == {*suite_orders.CRITERIA, CHANCE}
+
+
+def drawn(figure):
+    """Every number that lines and points of a figure show on their value axis."""
+    out = []
+    for ax in figure.axes:
+        for line in ax.get_lines():
+            if line.get_transform().contains_branch(ax.transData) and line.get_transform() == ax.transData:
+                out += list(np.asarray(line.get_ydata(), dtype=float))
+        for made in ax.collections:
+            if type(made).__name__ == "PathCollection":
+                out += list(np.asarray(made.get_offsets(), dtype=float)[:, 1])
+    return np.array([x for x in out if np.isfinite(x)])
+
+
+@pytest.mark.parametrize("name", runner.figures_of("oracle_suite"))
+def test_every_drawn_value_is_in_the_table(run, name):
+    from kvprobe import registry
+
+    figure_module = registry.find("figure", name)
+    table = figure_module.reduce(run.rows, run.manifest)
+    figure = figure_module.draw(table, run.manifest)
+    known = table.select_dtypes("number").to_numpy().ravel()
+    known = np.sort(known[np.isfinite(known)])
+    values = drawn(figure)
+    near = np.abs(known[np.clip(np.searchsorted(known, values), 0, len(known) - 1)] - values)
+    before = np.abs(known[np.clip(np.searchsorted(known, values) - 1, 0, len(known) - 1)] - values)
+    assert len(values) and np.minimum(near, before).max() < 1e-9
+    assert all(ax.get_xlabel() or ax.get_title() or ax.get_ylabel() for ax in figure.axes) and "n = " in figure.get_suptitle()
+    assert "95 %" in "".join(t.get_text() for t in figure.texts)
+
+
+@pytest.mark.parametrize("bad, says", [(dict(budget=50), "must be among keeps"), (dict(answers="50"), "must be among keeps"), (dict(keeps="8,48"), "must lie between the 9 protected"), (dict(m=4), "the largest of ms"),
+                                       (dict(layers="0,7"), "layers with a growing cache"), (dict(shown="1,4"), "query heads 0..3"), (dict(shown="1"), "take whole numbers"), (dict(spread=500), "must be in 0..length"),
+                                       (dict(keeps="48,300"), "2 x 300 tokens"), (dict(fidelity_over="some"), "prompt or all")])
+def test_refuses(bad, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        kvprobe.run("oracle_suite", preset="smoke", out=tmp_path / "never", progress=False, **bad)
+    assert not (tmp_path / "never").exists()
