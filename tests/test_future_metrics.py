@@ -405,6 +405,8 @@ def test_kl_of_extreme_logits():
     full = torch.tensor([[0.0, -1000.0, 800.0, -torch.inf]])
     other = torch.tensor([[800.0, 0.0, -800.0, -torch.inf]])
     assert float(divergence.kl_by_token(full, other)) == pytest.approx(1600.0) and float(divergence.kl_by_token(full, full)) == 0
+    barely = torch.tensor([[0.0, -720.0]])  # e^-720 is above 0, e^720 is no number
+    assert float(divergence.kl_by_token(barely, barely.flip(-1))) == pytest.approx(720.0)
     masked = torch.tensor([[0.0, -torch.inf, 1.0, 2.0]])
     plain = torch.tensor([[0.0, 0.0, 1.0, 2.0]])
     assert float(divergence.kl_by_token(masked, plain)) == pytest.approx(math.log(plain.exp().sum() / masked.exp().sum())) and float(divergence.kl_by_token(plain, masked)) == math.inf
