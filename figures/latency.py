@@ -28,7 +28,7 @@ def draw(table: pd.DataFrame, manifest: dict):
     colors = plotting.colors(a for a in timed.arm if a != PLAIN)
     figure, axes = plotting.grid(14.0, 9.0, 2, 2)
     _stages(axes[0][0], timed, STAGES, "time of a prompt and its answer [s]", "of_reference", f"total / {manifest['settings']['reference']}")
-    _stages(axes[0][1], timed[timed.arm != PLAIN].reset_index(drop=True), STAGES[1:-1], "added to the prefill [s]", "of_plain", "to first token / plain prefill")
+    _stages(axes[0][1], timed[timed.arm != PLAIN].reset_index(drop=True), STAGES[1:-1], "added to the prefill [s]", "of_plain", "(plain prefill + added) / plain prefill")
     for ax, (key, label) in zip(axes[1], QUALITY.items()):
         for r in timed.itertuples():
             x, y = r.of_reference, getattr(r, key)

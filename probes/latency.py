@@ -156,27 +156,27 @@ def plain_spread(rows: pd.DataFrame) -> float:
 
 
 def times(rows: pd.DataFrame) -> pd.DataFrame:
-    """Per arm and prompt [s]: the median over repeats of every stage, of all before the first token (`first`) and of all (`total`)."""
+    """Per arm and prompt [s]: the median over repeats of every stage, of what comes between prefill and decoding (`added`) and of all (`total`)."""
     part = rows[rows.metric.isin(STAGES)]
     each = part.pivot_table(index=["arm", "instance", "repeat"], columns="metric", values="value", sort=False).reindex(columns=STAGES).fillna(0.0)
-    each["first"] = each[list(STAGES[:-1])].sum(axis=1)
-    each["total"] = each["first"] + each["decode"]
+    each["added"] = each[list(STAGES[1:-1])].sum(axis=1)
+    each["total"] = each["prefill"] + each["added"] + each["decode"]
     return each.groupby(level=["arm", "instance"], sort=False).median()
 
 
 def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
-    """Per arm: mean seconds by stage, ratios of sums over prompts with intervals over them (`of_plain`: time to the first token over a plain
-    prefill's; `of_reference`: all over the reference's), and quality."""
+    """Per arm: mean seconds by stage, ratios of sums over prompts with intervals over them (`of_plain`: plain prefill and
+    what is added, over the plain prefill; `of_reference`: all over the reference's), and quality."""
     import pandas as pd
 
     seed, reference, t, out = manifest["settings"]["seed"], manifest["settings"]["reference"], times(rows), []
-    plain, other = t.loc[PLAIN]["first"].sort_index().to_numpy(), t.loc[reference]["total"].sort_index().to_numpy()
+    plain, other = t.loc[PLAIN]["prefill"].sort_index().to_numpy(), t.loc[reference]["total"].sort_index().to_numpy()
     for name in [a for a in dict.fromkeys(rows.arm) if a != CHANCE]:
         line = dict(arm=name, n=manifest["settings"]["instances"])
         if name in t.index:
             own = t.loc[name].sort_index()
-            line |= {stage: float(own[stage].mean()) for stage in (*STAGES, "first", "total")}
-            for key, e in (("of_plain", stats.ratio(own["first"].to_numpy(), plain, seed)), ("of_reference", stats.ratio(own["total"].to_numpy(), other, seed))):
+            line |= {stage: float(own[stage].mean()) for stage in (*STAGES, "added", "total")}
+            for key, e in (("of_plain", stats.ratio(plain + own["added"].to_numpy(), plain, seed)), ("of_reference", stats.ratio(own["total"].to_numpy(), other, seed))):
                 line |= {key: e.value, f"{key}_low": e.low, f"{key}_high": e.high}
         for metric in METRICS:
             if len(found := per_prompt(rows, metric, arm=name)):
@@ -194,6 +194,6 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
         v = [getattr(r, key), getattr(r, f"{key}_low"), getattr(r, f"{key}_high")]
         return "-" if pd.isna(v[0]) else stats.Estimate(*map(float, v), r.n).text(digits)
 
-    heads = {"of_plain": ("to first token / plain prefill", 3), "of_reference": (f"total / {manifest['settings']['reference']}", 3), "logp": ("log p [nats]", 2), "recall": ("Recall@B", 3), "recall_free": ("free slots", 3)}
+    heads = {"of_plain": ("(plain prefill + added) / plain prefill", 3), "of_reference": (f"total / {manifest['settings']['reference']}", 3), "logp": ("log p [nats]", 2), "recall": ("Recall@B", 3), "recall_free": ("free slots", 3)}
     return pd.DataFrame([{"arm": r.arm, "n": r.n} | {f"{s} [ms]": "-" if pd.isna(getattr(r, s)) else f"{1e3 * getattr(r, s):.1f}" for s in STAGES} | {head: text(r, key, digits) for key, (head, digits) in heads.items()}
                          for r in summary(rows, manifest).itertuples()])
