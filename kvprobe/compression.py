@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from . import generation, registry, stored
 from .api import rotation
 from .eviction_cache import EvictionCache
 from .keeplog import KeepLog
+from .lookahead import Lookahead
 from .models import Model, prepare
 from .pins import Pin, SinkPin, SpanPin, WindowPin
 from .types import Plan
@@ -66,6 +69,10 @@ class Compressed:
 
         Raises ValueError for questions of different lengths in tokens, and for what `kvprobe.generate` refuses.
         """
+        if self.cache.seen != [len(p) for p in self.prompts]:
+            raise ValueError("this cache has read on behind its prompt: work on made.cache.branch(1), and ask what compress returned")
+        if not isinstance(question, (str, list, tuple)) or not all(isinstance(q, str) for q in question):
+            raise ValueError(f"question={question!r} must be a text, or one per prompt")
         questions = [question] * len(self.prompts) if isinstance(question, str) else list(question)
         if len(questions) != len(self.prompts):
             raise ValueError(f"{len(questions)} questions for {len(self.prompts)} prompts: give one for all, or one each")
@@ -82,13 +89,17 @@ class Compressed:
 @dataclass(frozen=True)
 class Engine:
     """What a policy's `queries(engine)` may use: the model, the held cache of the whole prompt (branch it), its last logits, a seed,
-    and the ids of each row."""
+    and the ids of each row. source: the hash that a look ahead is known by."""
 
     model: Model
     cache: EvictionCache
     logits: Tensor
     seed: int
     prompts: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def source(self) -> str:
+        return source(self.model, self.prompts)
 
 
 def structural(model: Model, ids: Sequence[int]) -> list[tuple[int, int]]:
@@ -111,8 +122,10 @@ def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_rati
     prompt: a text, a list of texts, ids, or a list of id lists; lengths may differ. question: text that scoring may see: it is
     put behind the prompt before the cut. Questions that it must not see are asked of the result. keep_ratio: of the longest
     prompt. protect_first, protect_window, protect_structural: first positions, newest positions and structural tokens that stay
-    (protocols 5); the window's queries vote where a policy speaks of the buffer's (window=-1). future: a look ahead made before, instead of the policy's own. Raises ValueError for bad input before any work.
+    (protocols 5); the window's queries vote where a policy speaks of the buffer's (window=-1). future: a look ahead
+    of these prompts made before, or the result's that holds it, instead of the policy's own. Raises ValueError for bad input before any work.
     """
+    _check(pins, instances, seed, protect_first=protect_first, protect_window=protect_window)
     model = model if isinstance(model, Model) else prepare(model)
     given = _seen(prompt, question)
     rows = generation._prompts(model, given, chat)
@@ -123,12 +136,41 @@ def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_rati
     row_pins = [tuple(SpanPin(a, z, elsewhere="free") for a, z in structural(model, row)) if protect_structural else () for row in rows]
     cache = EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins,
                           instances=generation._instances(instances, len(rows)), seed=seed, rotate=rotation(model, positions))
-    return _run(model, cache, chosen, rows, seed, future)
+    return _run(model, cache, chosen, rows, seed, None if future is None else _looked(chosen, future, model, rows))
+
+
+def _check(pins, instances, seed, **counts) -> None:
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name}={value!r} must be a whole number of tokens, 0 for none")
+    if not isinstance(pins, Sequence) or not all(hasattr(p, "interval") for p in pins):
+        raise ValueError(f"pins={pins!r} must be a list of pins, such as kvprobe.SpanPin(40, 56)")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"seed={seed!r} must be a whole number")
+    if instances is not None and (not isinstance(instances, Sequence) or isinstance(instances, str) or not all(isinstance(i, int) for i in instances)):
+        raise ValueError(f"instances={instances!r} must be a list of whole numbers, one per prompt")
+
+
+def source(model: Model, rows: Sequence[Sequence[int]]) -> str:
+    """16 hex digits of the hash of a model's weights and of prompts: whose look ahead it is."""
+    return hashlib.sha256(json.dumps([model.fingerprint, [list(map(int, row)) for row in rows]]).encode()).hexdigest()[:16]
+
+
+def _looked(policy, future, model: Model, rows):
+    """A look ahead made before, as the policy takes it. Raises ValueError for one of other prompts or another model, and for a policy that takes none."""
+    name, found = type(policy).__module__.rpartition(".")[2], getattr(future, "lookahead", future)
+    if not hasattr(policy, "given"):
+        raise ValueError(f"policy {name} takes no look ahead made before: leave out future")
+    if not isinstance(found, Lookahead):
+        raise ValueError(f"future={type(future).__name__} is no look ahead: give a kvprobe.lookahead.Lookahead, or the .future of a result that has one")
+    if found.source not in ("", source(model, rows)) or len(found.tokens) != len(rows) or set(found.queries) != set(model.geometry.kv_layers):
+        raise ValueError("this look ahead was made from other prompts, or with another model")
+    return policy.given(found)
 
 
 def _at_prompt_end(policy, protect_window: int):
     """The policy with the protected window's queries in place of the buffer's, which a prompt does not have."""
-    if policy.needs.window == -1 and getattr(policy, "window", None) == -1:
+    if getattr(policy.needs, "window", 0) == -1 and getattr(policy, "window", None) == -1:
         return dataclasses.replace(policy, window=protect_window or WINDOW)
     return policy
 
@@ -137,6 +179,8 @@ def _seen(prompt, question):
     if question is None:
         return prompt
     texts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(question, str) and not (isinstance(question, (list, tuple)) and all(isinstance(q, str) for q in question)):
+        raise ValueError(f"question={question!r} must be a text, or one per prompt")
     if not (isinstance(texts, (list, tuple)) and all(isinstance(t, str) for t in texts)):
         raise ValueError("a question is put behind texts: give the prompt as text, or the question's ids inside it")
     asked = [question] * len(texts) if isinstance(question, str) else list(question)

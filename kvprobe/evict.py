@@ -16,9 +16,7 @@ def biased(score: Tensor, bias: Tensor | None, surplus: Tensor, real: Tensor, si
     score, bias, real [l b hkv c]; surplus [l b hkv] entries that must go. Raises ValueError where two pins contradict
     each other, the policy returned nan or inf, or the pins hold more than may stay, with the numbers.
     """
-    if not bool(torch.isfinite(score).logical_or_(~real).all()):
-        bad = (~torch.isfinite(score) & real).nonzero()[0].tolist()
-        raise ValueError(f"the policy returned a score that is not finite at [layer, row, KV head, candidate] {bad}{sites}")
+    check_finite(score, real, sites)
     if bias is None:
         return score
     total = score + bias.to(score.dtype)
@@ -33,6 +31,13 @@ def biased(score: Tensor, bias: Tensor | None, surplus: Tensor, real: Tensor, si
             f"keep={int(stays.flatten()[worst])} cannot hold {int(held.flatten()[worst])} pinned entries of one KV head"
         )
     return total
+
+
+def check_finite(score: Tensor, real: Tensor, sites: str = "") -> None:
+    """Raise ValueError naming the first entry, of those that are real, whose score [l b hkv c] is nan or inf."""
+    if not bool(torch.isfinite(score).logical_or_(~real).all()):
+        bad = (~torch.isfinite(score) & real).nonzero()[0].tolist()
+        raise ValueError(f"the policy returned a score that is not finite at [layer, row, KV head, candidate] {bad}{sites}")
 
 
 def evicted(score: Tensor, surplus: Tensor | int, real: Tensor | None = None) -> Tensor:

@@ -27,7 +27,7 @@ class Lookahead:
 
     tokens, valid [b m t]: sampled ids, and False behind a continuation's end (the ending token counts). queries: layer ->
     post-RoPE queries [b m hq t d] of the sampled tokens y_1..y_T at positions n..n+T-1. logq, entropy, variance [b m t]:
-    of the distribution that each token was sampled from [nats, nats, nats^2].
+    of the distribution that each token was sampled from [nats, nats, nats^2]. source: a hash of model and prompts, empty where nobody said.
     """
 
     tokens: Tensor
@@ -36,6 +36,7 @@ class Lookahead:
     logq: Tensor
     entropy: Tensor
     variance: Tensor
+    source: str = ""
 
     @property
     def m(self) -> int:
@@ -63,7 +64,7 @@ class Lookahead:
         tensors = {name: getattr(self, name).contiguous().cpu() for name in ("tokens", "valid", "logq", "entropy", "variance")}
         tensors |= {f"queries.{layer}": q.contiguous().cpu() for layer, q in self.queries.items()}
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        save_file(tensors, part, metadata={"kvprobe": json.dumps({"what": "lookahead"})})
+        save_file(tensors, part, metadata={"kvprobe": json.dumps({"what": "lookahead", "source": self.source})})
         os.replace(part, path)
 
     @staticmethod
@@ -73,18 +74,19 @@ class Lookahead:
 
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
-                if json.loads((file.metadata() or {})["kvprobe"]).get("what") != "lookahead":
+                facts = json.loads((file.metadata() or {})["kvprobe"])
+                if facts.get("what") != "lookahead":
                     raise ValueError("it holds something else")
                 found = {name: file.get_tensor(name) for name in file.keys()}
         except Exception as error:
             raise ValueError(f"{path} holds no lookahead of kvprobe: {error}") from error
         queries = {int(name.split(".")[1]): found.pop(name) for name in list(found) if name.startswith("queries.")}
-        return Lookahead(queries=queries, **found)
+        return Lookahead(queries=queries, **found, source=facts.get("source", ""))
 
 
 @torch.no_grad()
 def sample(model: Model, cache, logits: Tensor, m: int, t: int, *, seed: int = 0, temperature: float = 1.0, block: int | None = None,
-           eos: tuple[int, ...] = ()) -> Lookahead:
+           eos: tuple[int, ...] = (), source: str = "") -> Lookahead:
     """Sample m continuations of t tokens from the prompt behind `cache` (held, nothing evicted) whose last logits are [b vocabulary].
 
     Plain sampling, no truncation; temperature 0 decodes greedily. The draw of a token depends on (seed, instance, m, step) only,
@@ -96,17 +98,17 @@ def sample(model: Model, cache, logits: Tensor, m: int, t: int, *, seed: int = 0
     with untouched(cache):
         parts = [_block(model, cache, logits, range(i, min(m, i + (block or m))), t, seed, temperature, eos) for i in range(0, m, block or m)]
     joined = {name: torch.cat([getattr(p, name) for p in parts], dim=1) for name in ("tokens", "valid", "logq", "entropy", "variance")}
-    return Lookahead(queries={layer: torch.cat([p.queries[layer] for p in parts], dim=1) for layer in parts[0].queries}, **joined)
+    return Lookahead(queries={layer: torch.cat([p.queries[layer] for p in parts], dim=1) for layer in parts[0].queries}, **joined, source=source)
 
 
-def greedy(model: Model, copy, logits: Tensor, t: int, *, columns: Tensor, eos: tuple[int, ...] = ()) -> Lookahead:
+def greedy(model: Model, copy, logits: Tensor, t: int, *, columns: Tensor, eos: tuple[int, ...] = (), source: str = "") -> Lookahead:
     """The likeliest continuation of each row, t tokens on `copy`, a branch that is used up and may have evicted: the first token from logits [b vocabulary].
 
     columns: `real_columns` of the prompt's cache. Raises ValueError for t below 1.
     """
     if t < 1:
         raise ValueError(f"t={t} must be at least 1 token")
-    return _walk(model, copy, logits, range(1), t, 0, 0.0, eos, columns)
+    return replace(_walk(model, copy, logits, range(1), t, 0, 0.0, eos, columns), source=source)
 
 
 @contextmanager

@@ -82,6 +82,8 @@ def prepare(model: torch.nn.Module, tokenizer=None, name: str | None = None) -> 
     from .attention_function import ATTENTION, register
 
     require("transformers")
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model={model!r} is no model: give what kvprobe.load returns, or a transformers model in memory")
     model.eval().requires_grad_(False)
     geometry = inspect(model)
     register()

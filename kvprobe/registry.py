@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import math
 import pkgutil
 import sys
 import typing
@@ -85,8 +86,10 @@ def check_value(kind: type, name: str, value) -> bool:
 
     hint = typing.get_type_hints(kind)[name]
     try:
-        if isinstance(value, bool) and hint is int:
+        if isinstance(value, bool) and hint in (int, float):
             raise TypeCheckError("a truth value is no number")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise TypeCheckError("nan and inf are no settings")
         check_type(value, hint)
     except TypeCheckError:
         choices = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
@@ -100,6 +103,10 @@ def make_policy(name, options: dict | None = None, model=None):
 
     model: given, a policy that needs to know its model (`bind`) is told, which may read or make a calibration.
     """
+    if not isinstance(name, str) and (isinstance(name, type) or not hasattr(name, "needs") or not callable(getattr(name, "score", None))):
+        raise ValueError(f"policy={name!r}: give a name ({', '.join(names('policy'))}), the path of a .py file, or an instance with `needs` and `score(view)`")
+    if not isinstance(name, str) and options:
+        raise ValueError(f"policy is an instance already: its options {', '.join(map(repr, options))} belong into it, or give its name")
     made = _made(name, options) if isinstance(name, str) else name
     return made.bind(model) if model is not None and hasattr(made, "bind") else made
 

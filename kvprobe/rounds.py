@@ -91,7 +91,7 @@ class Rounds:
         if bias is not None or not bool(torch.isfinite(score.sum())):  # a sum that overflows only leads to the careful look
             not_due = torch.as_tensor(~due, device=score.device)[None, :, None, None]
             score = evict.biased(score.masked_fill(not_due, 0.0), None if bias is None else bias.masked_fill(not_due, 0.0),
-                                 on_device, every.expand_as(score), sites=f" (layers {list(self._rows)}, policy {self.policy})")
+                                 on_device, every.expand_as(score), sites=self._sites)
         same = int(surplus.flat[0]) if (surplus == surplus.flat[0]).all() else on_device
         gone = evict.evicted(score, same, real)
         self.on_stage("scoring")
@@ -107,12 +107,14 @@ class Rounds:
     def _chosen(self, views, score: Tensor, bias: Tensor | None, real: Tensor, surplus: np.ndarray, due: np.ndarray,
                 positions: Tensor) -> tuple[np.ndarray, Tensor]:
         """Budgets per site and scores as the policy's own `allocate` and `select` make them; totals at the policy's level stay exact."""
+        evict.check_finite(score, real, self._sites)
         have = real.sum(-1).cpu().numpy()
         keep = have - surplus
         if hasattr(self.policy, "allocate"):
             keep = np.where(due[None, :, None], self._offered(have), have)
             held = torch.zeros_like(real) if bias is None else (bias == torch.inf) & real
-            got = self.policy.allocate(score, torch.as_tensor(keep, device=score.device), held, real, positions).cpu().numpy()
+            offered = self._unbanned(real, bias, keep)
+            got = self._hook("allocate", keep.shape, score, torch.as_tensor(keep, device=score.device), held, offered, positions).cpu().numpy()
             axes = {"head": (), "layer": (2,), "model": (0, 2)}.get(self.level)
             if axes is not None and (got.sum(axes) != keep.sum(axes)).any():
                 raise ValueError(f"policy {self.policy} handed out {got.sum()} entries of {keep.sum()}: totals per {self.level} must stay exact")
@@ -120,8 +122,32 @@ class Rounds:
                 raise ValueError(f"policy {self.policy} gave a head more entries than it has, or fewer than its pins hold")
             keep = np.where(due[None, :, None], got, keep)  # rows that are not due keep what they have
         if hasattr(self.policy, "select"):
-            score = torch.stack([self.policy.select(view, s, torch.as_tensor(k, device=s.device)) for view, s, k in zip(views, score, keep)])
+            score = torch.stack([self._hook("select", s.shape, view, s, torch.as_tensor(k, device=s.device)).to(s.dtype) for view, s, k in zip(views, score, keep)])
         return have - keep, score
+
+    def _unbanned(self, real: Tensor, bias: Tensor | None, keep: np.ndarray) -> Tensor:
+        """What budgets are shared out over: entries that no pin bans, where the heads that share a budget have enough of them."""
+        if bias is None or not bool((bias == -torch.inf).any()):
+            return real
+        left, axes = real & (bias != -torch.inf), {"head": (), "layer": (2,)}.get(self.level, (0, 2))
+        short = (left.sum(-1).cpu().numpy().sum(axes, keepdims=True) < keep.sum(axes, keepdims=True)) if axes else left.sum(-1).cpu().numpy() < keep
+        return left | (real & torch.as_tensor(short, device=real.device)[..., None])
+
+    def _hook(self, name: str, shape, *given) -> Tensor:
+        """What `allocate` or `select` of the policy returns; what a user's file gets wrong is named."""
+        try:
+            got = getattr(self.policy, name)(*given)
+        except ValueError:
+            raise  # a policy's own refusal
+        except Exception as error:
+            raise RuntimeError(f"policy {self.policy} failed in {name}: {type(error).__name__}: {error}") from error
+        if not isinstance(got, Tensor) or tuple(got.shape) != tuple(shape):
+            raise ValueError(f"policy {self.policy}: {name} returned {list(got.shape) if isinstance(got, Tensor) else type(got).__name__}, it must be a tensor {list(shape)}")
+        return got
+
+    @property
+    def _sites(self) -> str:
+        return f" (layers {list(self._rows)}, policy {self.policy})"
 
     def _views(self, positions: Tensor, candidates: int, bias: Tensor | None):
         """One read-only view per evicted layer."""

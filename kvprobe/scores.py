@@ -16,7 +16,26 @@ def window_importance(view: CacheView, kernel: int = 5, pooling: str = "average"
     """[b hkv c]: attention of the window's queries over the candidates, softmax per query head, reduced over the queries,
     pooled over neighbours, then over the group (SnapKV as Random Attention app. F ran it)."""
     a = attention.window_attention(view.queries, view.query_positions, view.keys, view.positions, view.scaling)
-    return reduced(a, view.query_positions >= 0, kernel, pooling, queries, group)
+    return reduced(without_window(a, view, view.query_positions), view.query_positions >= 0, kernel, pooling, queries, group)
+
+
+def without_window(a: Tensor, view: CacheView, query_positions: Tensor) -> Tensor:
+    """Attention [b hkv g q c] with 0 at pinned entries of the queries' own window: what they pay each other is pooled into no neighbour (methods 3)."""
+    first = query_positions.masked_fill(query_positions < 0, 2**31 - 1).amin(-1)[:, None, None]
+    if view.pinned is None or not bool((own := view.pinned & (view.positions >= first)).any()):
+        return a
+    return a.masked_fill(own[:, :, None, None], 0.0)
+
+
+def over_heads(x: Tensor, view: CacheView) -> tuple[Tensor, Tensor]:
+    """Sums of x [b hkv c] over the KV heads that hold an entry of the same position, and their number, both [b hkv c].
+
+    Pins and rounds leave different entries to the heads, so that the same slot is another token in each.
+    """
+    at, real = view.positions.clamp(min=0).long().flatten(1), view.real.flatten(1)
+    none = x.new_zeros(len(at), int(at.max()) + 1)
+    total, heads = none.scatter_add(1, at, x.flatten(1).masked_fill(~real, 0.0)), none.scatter_add(1, at, real.to(x.dtype))
+    return total.gather(1, at).view_as(x), heads.gather(1, at).view_as(x)
 
 
 def reduced(a: Tensor, asks: Tensor, kernel: int, pooling: str, queries: str, group: str) -> Tensor:

@@ -26,6 +26,8 @@ def save(made, path: str | os.PathLike) -> None:
     from safetensors.torch import save_file
 
     cache, path = made.cache, Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"folder {path.parent} does not exist")
     if cache.step is None or cache.seen != [len(p) for p in made.prompts]:
         raise ValueError("this cache has read on behind its prompt: save what compress returned, before its cache is used")
     tensors = {"logits": made.logits, "mask": made.mask, "prompts": torch.tensor([i for p in made.prompts for i in p]), "died": cache.recorder.died}
@@ -37,7 +39,7 @@ def save(made, path: str | os.PathLike) -> None:
                  pins=[[repr(p) for p in (*cache.common_pins, *own)] for own in cache.row_pins], prompts=[len(p) for p in made.prompts], fired=cache.recorder.fired,
                  ragged=cache.ragged, seconds=made.seconds, layers=layers)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, part, metadata={"kvprobe": json.dumps(facts)})
+    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, part, metadata={"kvprobe": json.dumps(facts, default=repr)})
     os.replace(part, path)
 
 

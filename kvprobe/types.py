@@ -100,7 +100,7 @@ class Plan:
             if keep - inside < 1:
                 raise ValueError(f"keep={keep} leaves nothing beside the buffer of {inside} that it counts")
             return keep - inside
-        if not 0 < keep_ratio <= 1:
+        if not isinstance(keep_ratio, (int, float)) or isinstance(keep_ratio, bool) or not 0 < keep_ratio <= 1:
             raise ValueError(f"keep_ratio={keep_ratio} must be in (0, 1]")
         if length is None:
             raise ValueError("keep_ratio needs the text's length in tokens")

@@ -234,3 +234,111 @@ def test_a_ratio_is_a_count(llama, ids):
     text = torch.cat([ids.flatten(), ids[0, :16]])[None]
     a, z = (compress(llama[0], text, policy="keydiff", protect_window=4, **how) for how in (dict(keep=64), dict(keep_ratio=0.25)))
     assert text.shape[1] == 256 and kept(a) == kept(z) and a.cache.plan.keep == z.cache.plan.keep == 64
+
+
+# -- what a sceptic found -------------------------------------------------------------------------------------------
+
+
+def lore(llama, prompts, **options):
+    return compress(llama[0], prompts, policy="lore", keep=18, protect_window=6, **(dict(window=6, m=3, t=4) | options))
+
+
+@pytest.mark.parametrize("options", [dict(beta=0.0, gamma=0.0), dict(m=1), dict(t=1), dict(drop_worst=2), dict(m=0)], ids=str)
+def test_a_result_given_back_is_weighed_anew(llama, ids, options):
+    """The same as the policy's own draw: the look ahead is given, not what another policy made of it."""
+    first, own = lore(llama, ids[:2, :N]), lore(llama, ids[:2, :N], **options)
+    for future in (first.future, first.future.lookahead):
+        again = lore(llama, ids[:2, :N], future=future, **options)
+        assert [kept(again, b) for b in (0, 1)] == [kept(own, b) for b in (0, 1)]
+        assert own.future is None and again.future is None or torch.equal(own.future.weights, again.future.weights)
+
+
+def test_a_look_ahead_of_something_else_is_refused(llama, ids, tmp_path, monkeypatch):
+    found = lore(llama, ids[:1, :N]).future
+    found.lookahead.save(tmp_path / "x")
+    from kvprobe.lookahead import Lookahead
+
+    assert Lookahead.load(tmp_path / "x").source == found.lookahead.source != ""
+    other, _ = tiny.pair("llama", num_hidden_layers=3)
+    monkeypatch.setattr(llama[0].model, "forward", lambda *a, **k: pytest.fail("worked"))
+    for model, prompt, policy, future, says in [
+            (llama, ids[1:2, :N], "lore", found, "other prompts, or with another model"), (llama, ids[:1, : N - 1], "lore", found.lookahead, "other prompts"),
+            ((other,), ids[:1, :N], "lore", found, "another model"), (llama, ids[:2, :N], "lore", Lookahead.load(tmp_path / "x"), "other prompts"),
+            (llama, ids[:1, :N], "lore", 5, "is no look ahead"), (llama, ids[:1, :N], "snapkv", found, "takes no look ahead"), (llama, ids[:1, :N], "dapq", found, "takes no look ahead")]:
+        with pytest.raises(ValueError, match=says):
+            compress(model[0], prompt, policy=policy, keep=18, protect_window=6, future=future)
+
+
+@pytest.mark.parametrize("policy", ["lore", "andpro", "snapkv", "criticalkv"])
+def test_scores_that_are_not_finite_are_named(ids, policy):
+    """F01: also where a policy turns its scores into a choice of its own."""
+    model, _ = tiny.pair("llama")
+    model.model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.inf
+    model.model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = torch.inf
+    with pytest.raises((ValueError, FloatingPointError), match="not finite"):
+        compress(model, ids[:1, :N], policy=policy, keep=18, protect_window=6, **(dict(m=0) if policy == "lore" else {}))
+
+
+@pytest.mark.parametrize("policy, options", [("pyramidkv", {}), ("adakv", {}), ("andpro", {}), ("criticalkv", dict(adaptive=True)), ("defensivekv", {}), ("lore", dict(m=0, tau=1.0))], ids=str)
+def test_shared_budgets_go_to_what_is_not_banned(llama, ids, policy, options):
+    """A fact that only some heads may hold goes from the others, whoever has how much room."""
+    ban = kvprobe.SpanPin(10, 22, sites=frozenset({(0, 1)}), elsewhere="ban")
+    made = compress(llama[0], [ids[0, :N].tolist(), ids[1, :30].tolist()], policy=policy, keep=18, protect_window=4, pins=[ban], **options)
+    for b in (0, 1):
+        assert all(set(range(10, 22)) <= set(held) if site == (0, 1) else not set(range(10, 22)) & set(held) for site, held in kept(made, b).items())
+        assert int(made.kept[:, b].sum()) == 4 * 18
+
+
+def test_a_cache_that_has_read_on_answers_no_questions(llama, ids):
+    made = compress(llama[0], ids[:1, :N], policy="random", keep=14, protect_window=4)
+    kvprobe.force(llama[0], made.cache, ids[1:2, :3])
+    with pytest.raises(ValueError, match="read on behind its prompt"):
+        made.ask(max_new_tokens=3)
+
+
+def test_the_window_is_pooled_into_no_neighbour(llama, ids):
+    """What the protected window's queries pay each other says nothing about the tokens before it (methods 3: pooled over i < S - w)."""
+    made = compress(llama[0], ids[:1, :N], policy="snapkv", keep=18, protect_window=6, kernel=7, pooling="max", window=6)
+    seen = kvprobe.capture(llama[0], ids[:1, :N])
+    for (layer, head), held in kept(made).items():
+        q, k = seen.q[layer][0], seen.k[layer][0]
+        score = 0
+        for g in (0, 1):
+            a = torch.stack([torch.cat([(k[head, : t + 1] @ q[2 * head + g, t] * 8**-0.5).softmax(0), torch.zeros(N - t - 1)]) for t in range(N - 6, N)]).mean(0)[: N - 6]
+            score = score + torch.nn.functional.max_pool1d(a[None], 7, 1, 3)[0]
+        want = sorted(range(1, N - 6), key=lambda p: (-float(score[p]), -p))[: 18 - 7]
+        assert held == [0, *sorted(want), *range(N - 6, N)]
+
+
+@pytest.mark.parametrize("bad, says", [
+    (dict(keep_ratio="x", keep=None), "keep_ratio=x"), (dict(keep_ratio=True, keep=None), "keep_ratio=True"), (dict(protect_window=-1), "protect_window=-1"), (dict(protect_first=True), "protect_first=True"),
+    (dict(protect_window="x"), "protect_window='x'"), (dict(protect_first=1.5), "protect_first=1.5"), (dict(question=[5]), "question="), (dict(pins=kvprobe.SpanPin(1, 2)), "list of pins"), (dict(pins=["a"]), "list of pins"),
+    (dict(instances=5), "instances=5"), (dict(policy=5), "policy=5"), (dict(policy=None), "policy=None"), (dict(seed=1.5), "seed=1.5"), (dict(policy="lore", beta=float("nan")), "beta=nan"), (dict(policy="lore", lam_l=float("inf")), "lam_l=inf")])
+def test_bad_types_are_sentences(llama, ids, bad, says, monkeypatch):
+    monkeypatch.setattr(llama[0].model, "forward", lambda *a, **k: pytest.fail("worked"))
+    with pytest.raises(ValueError, match=says):
+        compress(llama[0], ids[:1, :N].tolist() if "question" not in bad else "text", **(dict(policy="random", keep=14, protect_window=4) | bad))
+
+
+def test_an_instance_takes_no_options(llama, ids):
+    from kvprobe.policies import snapkv
+
+    with pytest.raises(ValueError, match="an instance already"):
+        compress(llama[0], ids[:1, :N], policy=snapkv.POLICY(window=4), keep=14, protect_window=4, kernel=9)
+    with pytest.raises(ValueError, match="is no model"):
+        compress("tiny", ids[:1, :N], policy="random", keep=14)
+
+
+@pytest.mark.parametrize("hook, says", [("allocate", "failed in allocate: TypeError|allocate returned"), ("select", "failed in select: ZeroDivisionError")])
+def test_a_users_hook_that_fails_is_named(llama, ids, hook, says):
+    from dataclasses import dataclass
+
+    from kvprobe.policies import keydiff
+
+    @dataclass(frozen=True)
+    class Broken(keydiff.POLICY):
+        pass
+
+    setattr(Broken, hook, lambda self, *given: [1] if hook == "allocate" else 1 / 0)
+    with pytest.raises((RuntimeError, ValueError), match=says):
+        compress(llama[0], ids[:1, :N], policy=Broken(), keep=14, protect_window=4)

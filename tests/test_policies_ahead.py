@@ -130,11 +130,18 @@ def run(llama, ids, name, rows=1, **options):
 # -- LAQ ------------------------------------------------------------------------------------------------------------
 
 
+def unpooled(weights, window):
+    """Attention with nothing at the protected entries of the voting window: they are no neighbours."""
+    weights, own = np.array(weights), [p for p in HELD if p >= N - window]
+    weights[..., own] = 0.0
+    return weights
+
+
 def written(brute, window, t, kernel=7, pooling="max", reduce="mean", group="mean", eos=()):
     """(tokens, layer -> queries [hq t d]): SnapKV by hand, then greedy steps that see what it kept."""
     hidden = {}
     for layer in (0, 1):
-        score = grouped(brute.prompt[layer]["weights"][:, -window:], kernel, pooling, reduce, group)
+        score = grouped(unpooled(brute.prompt[layer]["weights"][:, -window:], window), kernel, pooling, reduce, group)
         hidden |= {(layer, h): set(range(N)) - set(best(score[h], KEEP, HELD)) for h in (0, 1)}
     tokens, logits, asked = [], brute.logits, {0: [], 1: []}
     for _ in range(t):
@@ -165,7 +172,7 @@ def test_laq(llama, ids, name, options):
             last = [N - of["w2"] + j for j in range(of["w2"])] + [N - 1] * len(tokens)
             if of["released_mask"]:
                 last = [N - len(last) + j for j in range(len(last))]
-            want = grouped(brute.votes(layer, np.concatenate([own, asked[layer]], 1), last), **rule)
+            want = grouped(unpooled(brute.votes(layer, np.concatenate([own, asked[layer]], 1), last), of["w2"]), **rule)
             assert np.allclose(scores[layer][b].numpy(), want, atol=1e-12)
             assert all(kept(made, b)[layer, h] == best(want[h], KEEP, HELD) for h in (0, 1))
 

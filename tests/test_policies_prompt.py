@@ -48,7 +48,8 @@ def window(seen, layer, head):
 
 
 def snap(seen, layer, head):
-    return np.mean([pooled(a.mean(0), 5, "average") for a in window(seen, layer, head)], axis=0)
+    """Mean attention, averaged over neighbours before the window: what the window pays itself is no neighbour."""
+    return np.mean([np.append(pooled(a.mean(0)[: N - W], 5, "average"), np.zeros(W)) for a in window(seen, layer, head)], axis=0)
 
 
 def best(score, count, free=FREE):

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvprobe import allocation, attention, projections
+from kvprobe import allocation, attention, projections, scores
 from kvprobe.types import CacheView, Needs, check_window, wide
 
 
@@ -55,7 +55,7 @@ class POLICY:
         worst = rows.amax((2, 3)).masked_fill(~free, 0.0)
         prior = worst.sum(-1, keepdim=True) / free.sum(-1, keepdim=True).clamp(min=1)
         norms = projections.value_norms(projections.output(self, view.layer), view.values).masked_fill(~view.real, 0.0)
-        score = torch.maximum(worst, prior) * norms / norms.sum(1, keepdim=True).clamp(min=torch.finfo(norms.dtype).tiny)
+        score = torch.maximum(worst, prior) * norms / scores.over_heads(norms, view)[0].clamp(min=torch.finfo(norms.dtype).tiny)
         sure = self._sure(attention.mean_over_queries(rows, view.query_positions).mean(2), mean, view)
         return torch.where(sure, score + score.amax() + 1, score)
 

@@ -59,7 +59,11 @@ class POLICY:
         with lookahead.untouched(engine.cache):
             copy = engine.cache.branch(1, policy=first)
             copy.evict_now()
-            return lookahead.greedy(engine.model, copy, engine.logits, self.t, columns=lookahead.real_columns(engine.cache), eos=tuple(generation._eos(engine.model)))
+            return lookahead.greedy(engine.model, copy, engine.logits, self.t, columns=lookahead.real_columns(engine.cache), eos=tuple(generation._eos(engine.model)), source=engine.source)
+
+    def given(self, found: lookahead.Lookahead) -> lookahead.Lookahead:
+        """A look ahead made before, cut to this policy's length."""
+        return found.first(1, self.t)
 
     def score(self, view: CacheView) -> Tensor:
         found, device = lookahead.needed(self, view), view.keys.device
@@ -73,4 +77,6 @@ class POLICY:
             last = torch.cat([at, (view.now[:, None] - 1).expand_as(valid)], dim=1)
         p = view.positions[:, :, None, :]
         a = attention.weights(asked, view.keys, (p >= 0) & (p <= last[:, None, :, None]) & asks[:, None, :, None], view.scaling)
+        if self.w2:
+            a = scores.without_window(a, view, at)
         return scores.reduced(a, asks, self.kernel, self.pooling, self.reduce, self.group)

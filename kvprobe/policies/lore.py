@@ -114,8 +114,12 @@ class POLICY:
         if not self.looks_ahead:
             return None
         found = lookahead.sample(engine.model, engine.cache, engine.logits, self.m, self.t, seed=engine.seed, temperature=self.temperature,
-                                 block=self.block or None, eos=tuple(generation._eos(engine.model)))
+                                 block=self.block or None, eos=tuple(generation._eos(engine.model)), source=engine.source)
         return self.weigh(found)
+
+    def given(self, found) -> Future | None:
+        """A look ahead made before, with this policy's own weights; None where only the window scores."""
+        return self.weigh(found) if self.looks_ahead else None
 
     def weigh(self, found) -> Future:
         """A look ahead with this policy's reliability weights; it may have been sampled before, with as many continuations or more."""

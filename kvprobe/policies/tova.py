@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvprobe import attention
+from kvprobe import attention, scores
 from kvprobe.types import CacheView, Needs
 
 
@@ -21,8 +21,5 @@ class POLICY:
 
     def score(self, view: CacheView) -> Tensor:
         a = attention.window_attention(view.queries, view.query_positions, view.keys, view.positions, view.scaling).sum(3).mean(2)
-        at, real = view.positions.clamp(min=0).long().flatten(1), view.real.flatten(1)
-        total = a.new_zeros(len(at), int(at.max()) + 1)
-        heads = total.scatter_add(1, at, real.to(a.dtype))  # pins may have left an entry to some of the heads only
-        total = total.scatter_add(1, at, a.flatten(1).masked_fill(~real, 0.0))
-        return (total / heads.clamp(min=1)).gather(1, at).view_as(a)
+        total, heads = scores.over_heads(a, view)
+        return total / heads.clamp(min=1)
