@@ -81,12 +81,44 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     return pd.DataFrame([{"criterion": a, "n": int(found[found.arm == a].n.max())} | {head: cell.get((a, m), "-") for m, head in heads.items()} for a in ordered(found.arm)])
 
 
+def deletions(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row per deletion: instance, position, sample, layer and head of a single site, true costs and predictions as columns; none where nothing was deleted."""
+    from .suite_deletions import PREDICTORS
+
+    if "sample" not in rows:
+        return rows.iloc[:0].assign(sample=None)
+    own = rows[rows.metric.isin(["kl_deleted", "logp_lost", *PREDICTORS])]
+    keys = ["instance", "sample", "position", "layer", "head"]
+    return own.assign(**{k: own[k].fillna(-1) for k in keys if k in ("layer", "head")}).pivot_table(index=keys, columns="metric", values="value", sort=False).reset_index()
+
+
+def predictions(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
+    """Spearman's rho of a prediction and a true cost over the deletions of a prompt, the mean over prompts: per predictor, cost, and kind (all sites: the even sample; one site)."""
+    import pandas as pd
+
+    from .suite_deletions import PREDICTORS
+
+    made, out = deletions(rows), []
+    kinds = {"all sites at once": made[made["sample"] == "even"], "one site": made[made["sample"].astype(str).str.startswith("site")]}
+    for kind, own in kinds.items():
+        for predictor in PREDICTORS:
+            for cost in ("kl_deleted", "logp_lost"):
+                rho = [part[predictor].corr(part[cost], method="spearman") for _, part in own.groupby("instance") if part[[predictor, cost]].nunique().min() > 1]
+                e = stats.mean(np.array(rho), seed) if rho else stats.Estimate(np.nan, np.nan, np.nan, 0)
+                out.append(dict(kind=kind, predictor=predictor, cost=cost, n=e.n, value=e.value, low=e.low, high=e.high))
+    return pd.DataFrame(out)
+
+
 def text(rows: pd.DataFrame, manifest: dict) -> str:
     """Table and coverage as printed."""
     seed = manifest["settings"]["seed"]
     covered = summary(rows[rows.metric == "coverage"], ["sets", "form", "m"], seed)
     lines = [f"  {r.sets}{f', M={int(r.m)}, {r.form}' if r.m else ''}: {stats.Estimate(r.value, r.low, r.high, r.n).text(4)}" for r in covered.itertuples()]
-    return report_table(rows, manifest).to_string(index=False) + "\n\ncoverage of the future's queries, mean over layers and query heads\n" + "\n".join(lines)
+    out = report_table(rows, manifest).to_string(index=False) + "\n\ncoverage of the future's queries, mean over layers and query heads\n" + "\n".join(lines)
+    if not manifest["settings"]["deletions"]:
+        return out
+    told = [f"  {r.kind}, {r.predictor.removeprefix('predicted_')} and {'KL' if r.cost == 'kl_deleted' else 'loss of log p'}: {stats.Estimate(r.value, r.low, r.high, r.n).text()}, n={r.n}" for r in predictions(rows, seed).itertuples() if r.n]
+    return out + "\n\nSpearman's rho of predicted and true cost of a deletion, within prompts\n" + "\n".join(told)
 
 
 def about(manifest: dict, *facts: str) -> str:

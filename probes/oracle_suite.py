@@ -46,6 +46,14 @@ class CONFIG(COMMON):
     """layer and query head whose queries are drawn in a plane"""
     fidelity_over: str = "prompt"
     """keys that the future's queries see when outputs are compared: prompt, or all (with the generated ones, causally)"""
+    deletions: int = 64
+    """candidates of each prompt, evenly spaced, that are really deleted in all sites at once; 0 leaves the logit oracle's deletions out"""
+    deletions_top: int = 16
+    """candidates of highest oracle score beside them"""
+    deletions_single: int = 16
+    """deletions at single sites, in each KV head of one layer, half of them its highest"""
+    deletion_layer: int = 15
+    """that layer"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,17 +64,19 @@ class CONFIG(COMMON):
             raise ValueError(f"layers={self.layers!r} and shown={self.shown!r} (layer,query head) take whole numbers from 0 on; spread={self.spread} must be in 0..length")
         if not {self.budget, *numbers("answers", self.answers)} <= set(self.budgets):
             raise ValueError(f"budget={self.budget} and answers={self.answers!r} must be among keeps={self.keeps!r}")
+        if min(self.deletions, self.deletions_top, self.deletions_single) < 0:
+            raise ValueError("deletions, deletions_top and deletions_single must not be negative")
         if not 1 <= self.m <= max(numbers("ms", self.ms)) or self.t < 1 or self.fidelity_over not in ("prompt", "all"):
             raise ValueError(f"m={self.m} must be in 1..{max(numbers('ms', self.ms))} (the largest of ms), t={self.t} at least 1, fidelity_over={self.fidelity_over!r} prompt or all")
 
 
 PRESETS = {
-    "smoke": CONFIG(model="tiny", instances=2, length=500, spread=20, keeps="24,48,96", budget=48, answers="48", window=8, future=5, m=2, t=2, ms="1,2,3", layers="0,1", shown="1,0", sampling_seeds=2, kinds="needles", threads=1),
+    "smoke": CONFIG(model="tiny", instances=2, length=500, spread=20, keeps="24,48,96", budget=48, answers="48", window=8, future=5, m=2, t=2, ms="1,2,3", layers="0,1", shown="1,0", deletions=12, deletions_top=4, deletions_single=4, deletion_layer=1, sampling_seeds=2, kinds="needles", threads=1),
     "demo": CONFIG(threads=1),
     "paper": CONFIG(instances=100, length=3000, spread=1000, keeps="64,90,128,181,256,362,512,724,1024", budget=128, answers="128,512"),
 }
 """The demo's reckoning, per prompt of 720 tokens on one quiet thread: prefill 3 s, future 2, three draws of 8 x 8 tokens 7, scoring 16 arms 8, 12 budgets x 16 arms
-of masked outputs 12, overlaps and correlations 3, answers and KL at 3 budgets 8: about 45 s, 24 prompts 18 minutes."""
+of masked outputs 12, overlaps and correlations 3, answers and KL at 3 budgets 10, 128 deletions x 31 tokens 25: about 65 s, 24 prompts 26 minutes."""
 
 
 def start(config: CONFIG, model) -> Session:
@@ -95,8 +105,8 @@ class Session(Walking):
 
     def _check_suite(self) -> None:
         layers, (layer, head) = self.model.geometry.kv_layers, self.shown
-        if not {*self.stored, layer} <= set(layers) or head >= self.model.geometry.n_q:
-            raise ValueError(f"layers={self.config.layers!r}, shown={self.config.shown!r}: layers with a growing cache are {list(layers)}, query heads 0..{self.model.geometry.n_q - 1}")
+        if not {*self.stored, layer, self.config.deletion_layer} <= set(layers) or head >= self.model.geometry.n_q:
+            raise ValueError(f"layers={self.config.layers!r}, shown={self.config.shown!r}, deletion_layer={self.config.deletion_layer}: layers with a growing cache are {list(layers)}, query heads 0..{self.model.geometry.n_q - 1}")
         for task in self.tasks:
             ids = self._cut(task)[0]
             held = len(self._protected(ids))
@@ -111,11 +121,20 @@ class Session(Walking):
         return tuple(int(x) for x in names(self.config.shown))
 
     @property
+    def _deletions(self) -> int:
+        c = self.config
+        return (c.deletions + c.deletions_top + self.model.geometry.n_kv * c.deletions_single) if c.deletions else 0
+
+    def tokens(self, batch: int) -> int:
+        """Model tokens of a prompt, for the progress bar."""
+        return super().tokens(batch) + self._deletions * self.config.future
+
+    @property
     def bytes_needed(self) -> int:
         from kvprobe import suite_pieces
 
         g, longest = self.model.geometry, max(len(t.ids) for t in self.tasks)
-        rows = len(self.arms) * len(g.kv_layers) * (2 * g.n_kv + 2) + 50 * len(self.arms) * len(self.config.budgets) + 50 * len(g.kv_layers) * self.config.sampling_seeds * self.particles
+        rows = len(self.arms) * len(g.kv_layers) * (2 * g.n_kv + 2) + 50 * len(self.arms) * len(self.config.budgets) + 5 * self._deletions + 50 * len(g.kv_layers) * self.config.sampling_seeds * self.particles
         piece = suite_pieces.size(longest, self.model, len(self.arms), self.config.sampling_seeds, self.particles, self.horizon, self.config.window, self.config.future, len(self.stored))
         return len(self.tasks) * (200 * rows + piece) + 10_000_000
 
@@ -141,7 +160,7 @@ class Session(Walking):
         return self._chance(prompt) + out, pieces, [[a.name, a.draw] for a in ranked.arms]
 
     def _measured(self, prompt: Prompt, ranked: Ranked, said):
-        from kvprobe import suite_answers, suite_rows
+        from kvprobe import suite_answers, suite_deletions, suite_rows
 
         c = self.config
         generated = said.cache if c.fidelity_over == "all" else None
@@ -155,6 +174,8 @@ class Session(Walking):
         yield from suite_rows.profiles(prompt, ranked)
         yield from suite_rows.covered(prompt, numbers("ms", c.ms), c.window)
         yield from suite_rows.energies(self.model, prompt, self._cost())
+        if c.deletions:
+            yield from suite_deletions.rows(self, prompt, said)
         if prompt.number == 0:
             yield from suite_rows.plane(prompt, *self.shown, c.window)
 

@@ -1,6 +1,7 @@
 """The oracle suite: orders against the policies' own evictions, measures against plain recomputation, no leak from the future, figures against their tables."""
 
 import dataclasses
+import io
 
 import numpy as np
 import pandas as pd
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import kvprobe
-from kvprobe import fidelity, oracle, runner, suite_answers, suite_orders, suite_pieces, suite_rows, suite_tables
+from kvprobe import fidelity, oracle, runner, suite_answers, suite_deletions, suite_orders, suite_pieces, suite_rows, suite_tables
 from kvprobe.models import load
 from kvprobe.prompting import CHANCE, Prompting
 from kvprobe.probes import oracle_suite as module
@@ -38,7 +39,9 @@ def ranked(session, prompt):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return kvprobe.run("oracle_suite", preset="smoke", out=tmp_path_factory.mktemp("suite") / "run", progress=False)
+    with pytest.MonkeyPatch.context() as patch:  # figures are drawn one by one below
+        patch.setattr(runner, "save_figures", lambda *a: [])
+        return kvprobe.run("oracle_suite", preset="smoke", out=tmp_path_factory.mktemp("suite") / "run", progress=False)
 
 
 def found(rows, metric, **where):
@@ -156,6 +159,76 @@ def test_profiles_and_energy(lm, prompt, ranked):
     assert found(energy, "energy_free", layer=1, head=1) == pytest.approx(float(prompt.truth.score[1, 0, 1][free].sum()), rel=1e-9)
 
 
+# -- deletions ---------------------------------------------------------------------------------------------------------------
+
+
+def hidden(lm, prompt, target):
+    """Logits of the future's tokens but the first by one plain forward, in which they do not see a position in the layers and heads of a deletion."""
+    tokens = prompt.truth.ahead.tokens[0][prompt.truth.ahead.valid[0]]
+    text, n = torch.cat([torch.as_tensor(prompt.ids), tokens])[None], len(prompt.ids)
+    hooks = []
+    for i, layer in enumerate(lm.model.model.layers):
+        mask = torch.ones(len(text[0]), len(text[0]), dtype=torch.bool).tril()[None].repeat(4, 1, 1)
+        if target.site is None or target.site[0] == i:
+            heads = slice(None) if target.site is None else slice(2 * target.site[1], 2 * target.site[1] + 2)
+            mask[heads, n:, target.position] = False
+        hooks.append(layer.self_attn.register_forward_pre_hook(lambda _, args, kwargs, mask=mask: (args, kwargs | dict(attention_mask=mask[None])), with_kwargs=True))
+    try:
+        with torch.no_grad():
+            return lm.model(input_ids=text).logits[0, n:-1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_a_deletion_costs_what_hiding_the_token_costs(lm, session, prompt):
+    """Against masks on the full text; all sites at once and a single site; predictions are sums of S*."""
+    rows = list(suite_deletions.rows(session, prompt, suite_answers.full(lm, prompt)))
+    full = hidden(lm, prompt, suite_deletions.Target(0, "none", (5, 0))).log_softmax(-1)  # no such layer: nothing is hidden
+    tokens = prompt.truth.ahead.tokens[0][prompt.truth.ahead.valid[0]][1:, None]
+    assert 0 <= found(rows, "kl_noise").item() < 1e-12
+    true = [r for r in rows if r["metric"] == "kl_deleted"]
+    assert len(true) == 12 + 4 + 2 * 4 and max(r["value"] for r in true) > 1e-8
+    for r in (true[3], true[13], true[16], true[-1]):
+        site = (r["layer"], r["head"]) if "layer" in r else None
+        q = hidden(lm, prompt, suite_deletions.Target(r["position"], "", site)).log_softmax(-1)
+        at = {k: r[k] for k in ("position", "sample", "layer", "head") if k in r}
+        assert r["value"] == pytest.approx(float((full.exp() * (full - q)).sum(-1).mean()), rel=1e-4, abs=1e-13)
+        assert found(rows, "logp_lost", **at) == pytest.approx(float((full - q).gather(-1, tokens).mean()), rel=1e-6, abs=1e-13)
+        score = prompt.truth.score[:, 0, :, r["position"]]
+        assert found(rows, "predicted_magnitude", **at) == pytest.approx(2 * float(score.sum() if site is None else score[site]), rel=1e-9)  # S* is a mean over two query heads
+
+
+def test_which_tokens_are_deleted(prompt):
+    score, protected = prompt.truth.score[:, 0], prompt.truth.protected[:, 0]
+    made = suite_deletions.chosen(score, protected, 10, 5, 1, 6)
+    even, top = ([t.position for t in made if t.sample == s] for s in ("even", "top"))
+    free = np.flatnonzero(~protected[0, 0])
+    assert len(even) == 10 and set(even) <= set(free) and np.ptp(np.diff(even)) <= 2 and even[0] - free[0] <= len(free) / 10
+    total = score.sum((0, 1)).numpy()
+    assert len(top) == 5 and min(total[top]) >= max(total[p] for p in free if p not in {*even, *top})
+    for head in (0, 1):
+        high = [t.position for t in made if t.sample == "site, top" and t.site == (1, head)]
+        assert len(high) == 3 and min(score[1, head, high]) >= score[1, head, free].sort(descending=True).values[2]
+        assert sum(t.site == (1, head) for t in made) == 6
+    few = suite_deletions.chosen(score, protected, 10_000, 5, 1, 0)
+    assert [t.position for t in few] == free.tolist()
+
+
+def test_a_protected_token_is_not_deleted(prompt):
+    with pytest.raises((RuntimeError, ValueError)):
+        suite_deletions.deleted(prompt, [suite_deletions.Target(0, "even")])
+
+
+def test_predictions_are_ranked_within_prompts(run):
+    made, table = suite_tables.deletions(run.rows), suite_tables.predictions(run.rows, 0)
+    assert len(made) == 2 * (12 + 4 + 8)
+    own = made[made["sample"] == "even"]
+    want = np.mean([part.predicted_squared.corr(part.kl_deleted, method="spearman") for _, part in own.groupby("instance")])
+    r = table[(table.kind == "all sites at once") & (table.predictor == "predicted_squared") & (table.cost == "kl_deleted")].iloc[0]
+    assert r.value == pytest.approx(want) and r.n == 2
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------------
 
 
@@ -228,12 +301,14 @@ def test_tables_are_means_over_seeds_then_prompts(run):
 
 
 def drawn(figure):
-    """Every number that lines and points of a figure show on their value axis."""
+    """Every number that lines, points and maps of a figure show; a line's other axis may be the value's, so that one of both has to be known."""
     out = []
     for ax in figure.axes:
+        out += [x for image in ax.get_images() for x in np.ma.compressed(np.ma.masked_invalid(image.get_array()))]
         for line in ax.get_lines():
             if line.get_transform().contains_branch(ax.transData) and line.get_transform() == ax.transData:
-                out += list(np.asarray(line.get_ydata(), dtype=float))
+                upright = ax.get_ylabel() == "layer" or ax.yaxis_inverted()  # layers go down
+                out += list(np.asarray(line.get_xdata() if upright else line.get_ydata(), dtype=float))
         for made in ax.collections:
             if type(made).__name__ == "PathCollection":
                 out += list(np.asarray(made.get_offsets(), dtype=float)[:, 1])
@@ -255,10 +330,53 @@ def test_every_drawn_value_is_in_the_table(run, name):
     assert len(values) and np.minimum(near, before).max() < 1e-9
     assert all(ax.get_xlabel() or ax.get_title() or ax.get_ylabel() for ax in figure.axes) and "n = " in figure.get_suptitle()
     assert "95 %" in "".join(t.get_text() for t in figure.texts)
+    figure.savefig(io.BytesIO(), dpi=40)
+
+
+def test_mismatch_is_gain_against_coverage(run):
+    from kvprobe.figures import mismatch
+
+    table, rows = mismatch.reduce(run.rows, run.manifest), run.rows
+    own = rows[(rows.instance == 1) & (rows.metric == "coverage")]
+    p = table[(table.part == "prompt") & (table.instance == 1)].iloc[0]
+    assert p.mismatch == pytest.approx(1 - own[own.sets == "window"].value.mean())
+    assert p.added == pytest.approx(own[(own.sets == "both") & (own.form == "union") & (own.m == 2)].value.mean() - own[own.sets == "window"].value.mean())
+    means = suite_tables.means_of(rows[(rows.instance == 1) & (rows["keep"] == 48)])
+    error, recall = ({a: means[(means.metric == m) & (means.arm == a)].value.mean() for a in ("LORE /E", "window only")} for m in ("error", "recall_free"))
+    assert p.fidelity == pytest.approx(error["window only"] - error["LORE /E"]) and p.recall_free == pytest.approx(recall["LORE /E"] - recall["window only"])
+    rho = table[(table.part == "rho") & (table.x == "mismatch") & (table.y == "fidelity")].iloc[0]
+    pair = table[table.part == "prompt"]
+    assert rho.value == np.sign(np.diff(pair.mismatch)[0] * np.diff(pair.fidelity)[0]) and rho.n == 2
+
+
+def test_budget_equivalence_is_that_of_means_over_prompts(run):
+    from kvprobe import equivalence
+    from kvprobe.figures import budget_equivalence
+
+    table = budget_equivalence.reduce(run.rows, run.manifest)
+    means = suite_tables.means_of(run.rows)
+    curve = {a: [1 - means[(means.metric == "error") & (means.arm == a) & (means["keep"] == b)].groupby("instance").value.mean().mean() for b in (24, 48, 96)] for a in ("LORE /E", "window only", "random")}
+    for name in ("window only", "random"):
+        needed, bound = equivalence.needed([24, 48, 96], np.array(curve[name]), np.array(curve["LORE /E"]))
+        own = table[(table.part == "match") & (table.arm == name)].sort_values("keep")
+        assert own.needed.to_numpy() == pytest.approx(needed) and own.bound.tolist() == bound.tolist() and own.value.to_numpy() == pytest.approx(1 - np.array([24, 48, 96]) / needed)
+        assert (own.low <= own.value + 1e-12).all() and (own.value <= own.high + 1e-12).all()
+
+
+def test_layer_head_map_is_the_paired_gain(run):
+    from kvprobe.figures import layer_head_map
+
+    table = layer_head_map.reduce(run.rows, run.manifest)
+    site = run.rows[(run.rows.metric == "recall_free") & (run.rows["keep"] == 48) & (run.rows.layer == 1) & (run.rows["head"] == 0)]
+    want = site[site.arm == "single continuation"].value.mean() - site[site.arm == "window only"].value.mean()
+    cell = table[(table.part == "gain") & (table.arm == "single continuation") & (table.layer == 1) & (table["head"] == 0)].iloc[0]
+    assert cell.value == pytest.approx(want) and cell.n == 2
+    energy = table[table.part == "energy"]
+    assert energy.value.sum() == pytest.approx(1) and table[table.part == "energy, layer"].value.sum() == pytest.approx(1) and len(energy) == 8
 
 
 @pytest.mark.parametrize("bad, says", [(dict(budget=50), "must be among keeps"), (dict(answers="50"), "must be among keeps"), (dict(keeps="8,48"), "must lie between the 9 protected"), (dict(m=4), "the largest of ms"),
-                                       (dict(layers="0,7"), "layers with a growing cache"), (dict(shown="1,4"), "query heads 0..3"), (dict(shown="1"), "take whole numbers"), (dict(spread=500), "must be in 0..length"),
+                                       (dict(layers="0,7"), "layers with a growing cache"), (dict(shown="1,4"), "query heads 0..3"), (dict(deletion_layer=9), "deletion_layer=9"), (dict(deletions=-1), "must not be negative"), (dict(shown="1"), "take whole numbers"), (dict(spread=500), "must be in 0..length"),
                                        (dict(keeps="48,300"), "2 x 300 tokens"), (dict(fidelity_over="some"), "prompt or all")])
 def test_refuses(bad, says, tmp_path):
     with pytest.raises(ValueError, match=says):
