@@ -45,9 +45,8 @@ def folded(visible: Tensor, n: int, group: int, dtype: torch.dtype) -> Tensor:
 def weights(query: Tensor, keys: Tensor, visible: Tensor | None, scaling: float, merge: str | None = None) -> Tensor:
     """Attention weights [b hkv g n s] in float32 or the model's wider dtype.
 
-    visible: bool, broadcastable to [b hkv n s], or to the last of the s slots where the others are seen by all; None for all
-    seen. A query that sees nothing gets zeros, not nan. merge="max" takes the largest raw logit of the group before the
-    softmax: [b hkv 1 n s].
+    visible: bool [1|b 1|hkv 1|n slots], of the last so many slots, where the others are seen by all; None for all seen. A query
+    that sees nothing gets zeros, not nan. merge="max" takes the largest raw logit of the group before the softmax: [b hkv 1 n s].
     """
     dtype = wide(query.dtype)
     asking = grouped(query, keys.shape[1]).to(dtype) * scaling

@@ -100,7 +100,7 @@ def weighted(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, gram
     """[b hkv n]: costs of deletion, weighted over the queries, then put together over the group.
 
     queries [b hq q d] over keys and values [b hkv n d]; gram [hq d d] for the projected objective; visible: bool,
-    broadcastable to [b hkv q n], or to the last of the n entries where every query sees all others, None for all; weight [q] or [b q], None for the mean over the queries. A query that sees
+    broadcastable to [b hkv q s], of the last s of the n entries, where every query sees all others, None for all; weight [q] or [b q], None for the mean over the queries. A query that sees
     nothing costs nothing. float32, or float64 for float64 states.
     """
     b, hq, q, _ = queries.shape
@@ -170,7 +170,7 @@ def _parts(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, gram: 
     tile = max(LANES, min(n, block // LANES * LANES))
     at_once = max(1, block // tile)
     if visible is not None:
-        visible = visible.expand(b, n_kv, q, n if visible.shape[-1] == 1 else visible.shape[-1])
+        visible = visible.expand(b, n_kv, q, visible.shape[-1])
     for row in range(b):
         for first in range(0, n_kv, at_once):
             heads = slice(first, min(n_kv, first + at_once))

@@ -316,3 +316,5 @@ def test_a_mask_of_the_last_entries_says_the_rest_is_seen(tile, monkeypatch):
     for cost in (deletion.Cost(), deletion.Cost("anchor"), deletion.Cost(form="magnitude"), deletion.Cost(group="max")):
         want, got = (deletion.weighted(q, k, v, 0.4, deletion.gram(w), m[None, None], None, cost) for m in (whole, whole[:, -6:]))
         assert torch.allclose(want, got, atol=1e-13)
+        want, got = (deletion.weighted(q[:, :, -2:], k, v, 0.4, deletion.gram(w), m[None, None, -2:], None, cost) for m in (whole, whole[:, -1:]))
+        assert torch.allclose(want, got, atol=1e-13), "one column is the last entry's, not everybody's"
