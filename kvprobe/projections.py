@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,11 +15,13 @@ BLOCK_BYTES = {"cpu": 2**20}
 """Ceiling for projected values held at a time [bytes] by kind of device; 2**26 on others. On a CPU they should stay in the cache."""
 
 
+_made: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # model -> {(what, layer): (state of its weight, what was made of it)}
+
+
 def bound(policy, model):
     """A copy of the policy that knows its model, for `output`. What a policy's `bind` returns."""
     made = dataclasses.replace(policy)
     object.__setattr__(made, "_model", model)
-    object.__setattr__(made, "_made", {})
     return made
 
 
@@ -31,12 +35,14 @@ def output(policy, layer: int) -> Tensor:
     return head_weights(policy._model, "O", layer)
 
 
-def kept(policy, layer: int, make) -> Tensor:
-    """What `make(W_O)` gives for a layer, made once per bound policy."""
-    output(policy, layer)  # refuses a policy that is not bound
-    if layer not in policy._made:
-        policy._made[layer] = make(output(policy, layer))
-    return policy._made[layer]
+def kept(policy, layer: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `make(W_O)` gives for a layer, made once per model, whichever policy asks; again when the weight has been written to."""
+    weight = output(policy, layer)
+    state = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, float(weight.sum()))  # the sum tells what a version does not, writing to .data
+    mine = _made.setdefault(policy._model.model, {})
+    if mine.get((make, layer), (None,))[0] != state:
+        mine[make, layer] = state, make(weight)
+    return mine[make, layer][1]
 
 
 def value_norms(weights: Tensor, values: Tensor) -> Tensor:

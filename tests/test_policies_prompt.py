@@ -163,6 +163,21 @@ def test_value_norms_by_blocks(monkeypatch):
     assert torch.allclose(projections.value_norms(weights, values), want, atol=1e-13)
 
 
+def test_what_is_made_of_a_projection_is_made_once_and_again_when_it_changes():
+    import tiny
+
+    model, calls = tiny.pair("llama")[0], []
+
+    def make(w):
+        calls.append(1)
+        return w * 2
+
+    first, second = (make_policy("lore", {}, model) for _ in range(2))
+    assert projections.kept(first, 1, make) is projections.kept(second, 1, make) and len(calls) == 1
+    model.model.model.layers[1].self_attn.o_proj.weight.data.add_(1.0)
+    assert torch.equal(projections.kept(first, 1, make), 2 * kvprobe.head_weights(model, "O", 1)) and len(calls) == 2
+
+
 @pytest.mark.parametrize("form", ["free", "released"])
 def test_criticalkv(llama, ids, seen, form):
     sets, _ = kept(llama, ids, "criticalkv", form=form)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kvprobe import allocation, attention, deletion, lookahead, reliability
+from kvprobe import allocation, attention, deletion, lookahead, projections, reliability
 from kvprobe.types import CacheView, Needs, check_window
 
 
@@ -102,10 +101,7 @@ class POLICY:
 
     def bind(self, model) -> POLICY:
         """This policy with the model's output projections at hand."""
-        bound = dataclasses.replace(self)
-        object.__setattr__(bound, "_model", model)
-        object.__setattr__(bound, "_grams", {})
-        return bound
+        return projections.bound(self, model)
 
     def queries(self, engine) -> Future | None:
         """Sample the continuations and weigh them; None where only the window scores."""
@@ -168,13 +164,7 @@ class POLICY:
         return torch.cat([view.queries, ahead], dim=2), sets, visible
 
     def _gram(self, layer: int, device) -> Tensor:
-        if not hasattr(self, "_model"):
-            raise ValueError("lore needs its model's output projections: use kvprobe.compress or kvprobe.cache(model, ...), or policy.bind(model)")
-        if layer not in self._grams:
-            from kvprobe.inside.sites import head_weights
-
-            self._grams[layer] = deletion.gram(head_weights(self._model, "O", layer))
-        return self._grams[layer].to(device)
+        return projections.kept(self, layer, deletion.gram).to(device)
 
     def allocate(self, score: Tensor, keep: Tensor, held: Tensor, real: Tensor, positions: Tensor) -> Tensor:
         """Budgets by eq. 11 over the entries that no pin holds; with tau 0 what every head was given."""
