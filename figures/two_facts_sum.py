@@ -55,4 +55,4 @@ def draw(table: pd.DataFrame, manifest: dict):
 
 
 def _tick(split: str) -> str:
-    return split.replace(", ", ",\n").replace("mean over", "mean over\n")
+    return split.replace(", ", ",\n").replace("pairs of", "pairs of\n")

@@ -124,15 +124,16 @@ def by_split(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
     sum = R(x) + R(y); surplus = R(both) - R(x) - R(y) = sum_i(LP_i^both + LP_i^deleted - LP_i^x - LP_i^y) / sum_i(LP_i^kept - LP_i^deleted):
     above 0 the two facts are worth more together. Worked example: deleted (-20), x alone (-18), y alone (-17), both (-12), kept (0):
-    R = .1, .15 and .4, sum .25, surplus (-12 - 20 + 18 + 17) / 20 = .15.
+    R = .1, .15 and .4, sum .25, surplus (-12 - 20 + 18 + 17) / 20 = .15. A last row is the mean over the ordered pairs of different single heads,
+    where there are two or more: sets of heads, which hold more, are not in it.
     """
     import pandas as pd
 
     seed, logp, got, out = manifest["settings"]["seed"], head_sets.wide(rows, "logp"), head_sets.wide(rows, "retrieved"), []
     there = metrics.recall_gain(logp[KEPT], logp[DELETED], logp[KEPT], seed).value is not None
     available = (logp[KEPT] - logp[DELETED]).to_numpy()
-    apart = [(x, y) for x, y in manifest["splits"] if not set(x.split("+")) & set(y.split("+"))]
-    for label, some in [*((None, [s]) for s in manifest["splits"]), *([("mean over different heads", apart)] if len(apart) > 1 else [])]:
+    single = [(x, y) for x, y in manifest["splits"] if x != y and "+" not in x + y]
+    for label, some in [*((None, [s]) for s in manifest["splits"]), *([(f"mean over the {len(single)} pairs of single heads", single)] if len(single) > 1 else [])]:
         cases = {"x": [name(x, NOWHERE) for x, _ in some], "y": [name(NOWHERE, y) for _, y in some], "both": [name(x, y) for x, y in some]}
         gain = {key: logp[names].mean(axis=1) - logp[DELETED] for key, names in cases.items()}
         gain |= {"sum": gain["x"] + gain["y"], "surplus": gain["both"] - gain["x"] - gain["y"]}

@@ -287,7 +287,19 @@ def test_the_sum_and_the_surplus_of_the_worked_example():
     assert [s.x, s.y, s["sum"], s.both, s.surplus] == pytest.approx([0.15, 0.15, 0.3, 0.4, 0.1])
     rows = made_rows({"deleted": [-20], "kept": [0], "full": [0], "x 0, y -": [-18], "x -, y 1": [-17], "x 0, y 1": [-12], "x 1, y -": [-20], "x -, y 0": [-20], "x 1, y 0": [-20]})
     s = two_facts.by_split(rows, {"settings": {"seed": 0}, "splits": [["0", "1"], ["1", "0"]]}).set_index("split")
-    assert s.loc["x in 0, y in 1", "surplus"] == pytest.approx(0.15) and s.loc["mean over different heads", "surplus"] == pytest.approx(0.075)
+    assert s.loc["x in 0, y in 1", "surplus"] == pytest.approx(0.15) and s.loc["mean over the 2 pairs of single heads", "surplus"] == pytest.approx(0.075)
+
+
+def test_the_mean_over_pairs_leaves_sets_of_heads_and_one_head_out(done):
+    d = done("two_facts")
+    logp = d.rows[d.rows.metric == "logp"].pivot(index="instance", columns="case", values="value")
+    pairs = [(a, b) for a in "012" for b in "012" if a != b]  # not 0+1 | 2, not 0 | 0
+    top = sum((logp[f"x {a}, y {b}"] + logp["deleted"] - logp[f"x {a}, y -"] - logp[f"x -, y {b}"]).sum() for a, b in pairs) / 6
+    s = two_facts.by_split(d.rows, d.manifest | {"settings": {"seed": 0}})
+    assert len(s) == 11 and s.split.iloc[-1] == "mean over the 6 pairs of single heads"
+    available = logp["kept"] - logp["deleted"]
+    there = stats.mean(available.to_numpy(), 0).low > 0
+    assert (np.isnan(s.surplus.iloc[-1]) and not there) or s.surplus.iloc[-1] == pytest.approx(top / available.sum())
 
 
 # -- distance -----------------------------------------------------------------------------------------------------------
