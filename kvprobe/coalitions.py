@@ -147,9 +147,15 @@ def orders(p: int, count: int, seed: int) -> np.ndarray:
 
 
 def prefixes(order: np.ndarray) -> np.ndarray:
-    """The coalitions [..., p + 1] that form as players come in the given orders [..., p], from none to all."""
-    grown = np.cumsum(1 << np.asarray(order, dtype=np.int64), axis=-1)
-    return np.concatenate([np.zeros_like(grown[..., :1]), grown], axis=-1)
+    """The coalitions [..., p + 1] that form as players come in the given orders [..., p], from none to all; Python's integers, for any p."""
+    bits = _bits(order)
+    return np.concatenate([np.zeros_like(bits[..., :1]), np.cumsum(bits, axis=-1)], axis=-1)
+
+
+def _bits(order: np.ndarray) -> np.ndarray:
+    """1 << player of every entry, dtype object: an int64 would overflow silently from 63 players on."""
+    order = np.asarray(order)
+    return np.array([1 << int(i) for i in order.ravel()], dtype=object).reshape(order.shape)
 
 
 def needed(order: np.ndarray, pairs: bool = False) -> list[int]:
@@ -157,7 +163,7 @@ def needed(order: np.ndarray, pairs: bool = False) -> list[int]:
     chains = prefixes(order)
     found = set(chains.ravel().tolist())
     if pairs:
-        found |= set((chains[:, :-2] | 1 << order[:, 1:]).ravel().tolist())  # the next but one comes first
+        found |= set((chains[:, :-2] | _bits(order[:, 1:])).ravel().tolist())  # the next but one comes first
     return sorted(found)
 
 

@@ -154,6 +154,18 @@ def test_only_the_needed_worths_are_read():
         games.sampled_interaction(some, order)
 
 
+def test_more_players_than_an_integer_of_the_machine_has_bits():
+    order = games.orders(90, 4, 0)
+    for pairs in (False, True):
+        played = games.needed(order, pairs)
+        assert min(played) == 0 and max(played) == (1 << 90) - 1 and (1 << 90) - 1 in played
+    chains = games.prefixes(order)
+    assert all(games.members(s) == tuple(sorted(came[:k].tolist())) for came, chain in zip(order, chains) for k, s in enumerate(chain))
+    worth = {s: float(sum(games.members(s))) for s in played}  # player i adds i
+    assert games.additions(worth, order).mean(0) == pytest.approx(range(90))
+    assert games.sampled_interaction(worth, order)[order[0, 0], order[0, 1]] == 0
+
+
 def test_all_orders_give_the_exact_values():
     worth = random_game(4, 2)
     every = np.array(list(permutations(range(4))))
