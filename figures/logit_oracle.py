@@ -40,7 +40,7 @@ def draw(table: pd.DataFrame, manifest: dict):
         ax.set_title("deleted in all sites at once" if whole else f"deleted in one KV head of layer {s['deletion_layer']}", fontsize=10)
     figure.suptitle(f"What the logits say (n = {int(criteria.n.max())} prompts; {len(made)} deletions)", fontsize=11)
     plotting.footer(figure, tables.about(manifest, "KL(full || compressed) and log p of the next token, mean over the forced future's tokens but the first, which is read from the full prompt", "bars: 95 % intervals over prompts; rho over the even sample "
-                                         "(one site: all of a prompt's), within prompts; predictions on the same future, summed over sites and query heads; points at 0 lie on the lower edge"))
+                                         f"(one site: all of a prompt's), within prompts; deletions: the future's first tokens, at most {s['deletion_future']}; predictions on the same tokens, summed over sites and query heads; points at 0 lie on the lower edge"))
     return figure
 
 
@@ -80,6 +80,7 @@ def _scatter(ax, own: pd.DataFrame, noise: pd.DataFrame) -> None:
             ax.scatter(part.predicted_magnitude, part.kl_deleted, s=9, color=color, alpha=0.5, lw=0, label=label)
     ax.set(xscale="log", xlabel="predicted: sum of eq. 12 over the deleted sites [output norm]", ylabel="true KL(full || deleted)\n[nats per token]")
     ax.set_yscale("log", nonpositive="clip")
+    ax.tick_params(which="both", labelsize=7)
     for r in noise.itertuples():
         if r.value > 0:
             ax.axhline(r.value, color="0.4", ls=":", lw=1, label="noise: nothing deleted")

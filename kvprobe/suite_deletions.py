@@ -1,6 +1,6 @@
 """The logit oracle: what the model says after a token has really been deleted, against what the closed-form scores predict (beyond LORE app. F).
 
-A token is deleted after the prompt was read, in all sites at once or at one site, and the full cache's own greedy future is forced
+A token is deleted after the prompt was read, in all sites at once or at one site, and the first tokens of the full cache's own greedy future are forced
 through the model: one forward per deletion, some of them as rows of a batch.
 """
 
@@ -20,7 +20,9 @@ from .suite_answers import Full, follow, targets
 from .types import Needs
 
 ROWS = 8
-"""Deletions in one batch: each takes a copy of the prompt's cache for a moment."""
+"""Most deletions in one batch: each takes a copy of the prompt's cache for a moment."""
+COPIED_BYTES = 2**30
+"""What these copies may take together."""
 UNITS = {"kl_deleted": "nats per token", "logp_lost": "nats per token", "kl_noise": "nats per token", "predicted_magnitude": "output norm", "predicted_squared": "output norm squared", "predicted_attention": "attention mass"}
 PREDICTORS = {"predicted_magnitude": dict(form="magnitude"), "predicted_squared": dict(form="squared"), "predicted_attention": dict(objective="attention")}
 """Closed-form costs of the deletion on the future's queries: eq. 12, eq. 6, and attention alone."""
@@ -71,6 +73,13 @@ def _even(positions: Tensor, count: int) -> list[int]:
     return [int(positions[int((i + 0.5) * len(positions) / count)]) for i in range(count)]
 
 
+def shortened(prompt: Prompt, future: int) -> Prompt:
+    """The same prompt with no more than `future` tokens ahead that count; S* and the protected entries stay."""
+    ahead = prompt.truth.ahead
+    short = dataclasses.replace(ahead, valid=ahead.valid & (ahead.valid.cumsum(-1) <= future))
+    return dataclasses.replace(prompt, truth=dataclasses.replace(prompt.truth, ahead=short))
+
+
 def deleted(prompt: Prompt, targets: list[Target]):
     """A cache with a row per deletion."""
     from .lookahead import NEVER
@@ -89,19 +98,25 @@ def deleted(prompt: Prompt, targets: list[Target]):
 
 def rows(session, prompt: Prompt, said: Full) -> Iterator[dict]:
     """True costs and predictions of every deletion; and the noise, the KL of a batch that deletes nothing."""
+    from .lookahead import spare
+
+    c, layers = session.config, prompt.cache.geometry.kv_layers
+    prompt = shortened(prompt, c.deletion_future)
+    said = dataclasses.replace(said, logits=said.logits[: len(targets(prompt))])
     if not len(said.logits):
         return  # a future of one token: the full prompt's logits give it
-    c, layers = session.config, prompt.cache.geometry.kv_layers
     score, protected = prompt.truth.score[:, 0], prompt.truth.protected[:, 0]
     made = chosen(score, protected, c.deletions, c.deletions_top, layers.index(c.deletion_layer), c.deletions_single)
     predicted = {name: _predicted(session.model, prompt, dataclasses.replace(oracle.ANALYSIS, **changes)) for name, changes in PREDICTORS.items()}
     logp, told = _logp(said.logits, targets(prompt)), dict(sample="none")
-    noise = _costs(session.model, _undeleted(prompt), prompt, said, logp)
+    held = [prompt.cache.layers[layer] for layer in layers]
+    rows_at_once = max(1, min(ROWS, COPIED_BYTES // sum(x.keys.nbytes + x.values.nbytes for x in held)))
+    noise = _costs(session.model, spare(prompt.cache, rows_at_once), prompt, said, logp)
     yield from (dict(metric="kl_noise", value=x, unit=UNITS["kl_noise"]) | told for x in noise["kl_deleted"][:1])
     for one in (True, False):  # whole tokens, then single sites: a batch of one kind has equal counts
         some = [t for t in made if (t.site is None) == one]
-        for start in range(0, len(some), ROWS):
-            part = some[start : start + ROWS]
+        for start in range(0, len(some), rows_at_once):
+            part = some[start : start + rows_at_once]
             found = _costs(session.model, deleted(prompt, part), prompt, said, logp)
             for i, t in enumerate(part):
                 at = dict(position=t.position, sample=t.sample) | ({} if t.site is None else dict(layer=layers[t.site[0]], head=t.site[1]))
@@ -109,14 +124,8 @@ def rows(session, prompt: Prompt, said: Full) -> Iterator[dict]:
                 yield from (dict(metric=name, value=float(v), unit=UNITS[name]) | at for name, v in values.items())
 
 
-def _undeleted(prompt: Prompt):
-    from .lookahead import spare
-
-    return spare(prompt.cache, ROWS)
-
-
 def _predicted(model, prompt: Prompt, cost: deletion.Cost) -> Tensor:
-    """[l hkv n]: what deletion costs on the future's queries, summed over the query heads of a group."""
+    """[l hkv n]: what deletion costs on the same tokens' queries, summed over the query heads of a group."""
     return oracle.score(model, prompt.cache, prompt.truth.ahead, dataclasses.replace(cost, group="sum"))[:, 0].double()
 
 

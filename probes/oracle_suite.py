@@ -54,6 +54,8 @@ class CONFIG(COMMON):
     """deletions at single sites, in each KV head of one layer, half of them its highest"""
     deletion_layer: int = 15
     """that layer"""
+    deletion_future: int = 16
+    """tokens of the future that are forced after each deletion, at most [tokens]"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,19 +66,19 @@ class CONFIG(COMMON):
             raise ValueError(f"layers={self.layers!r} and shown={self.shown!r} (layer,query head) take whole numbers from 0 on; spread={self.spread} must be in 0..length")
         if not {self.budget, *numbers("answers", self.answers)} <= set(self.budgets):
             raise ValueError(f"budget={self.budget} and answers={self.answers!r} must be among keeps={self.keeps!r}")
-        if min(self.deletions, self.deletions_top, self.deletions_single) < 0:
-            raise ValueError("deletions, deletions_top and deletions_single must not be negative")
+        if min(self.deletions, self.deletions_top, self.deletions_single) < 0 or self.deletion_future < 2:
+            raise ValueError(f"deletions, deletions_top and deletions_single must not be negative, deletion_future={self.deletion_future} at least 2")
         if not 1 <= self.m <= max(numbers("ms", self.ms)) or self.t < 1 or self.fidelity_over not in ("prompt", "all"):
             raise ValueError(f"m={self.m} must be in 1..{max(numbers('ms', self.ms))} (the largest of ms), t={self.t} at least 1, fidelity_over={self.fidelity_over!r} prompt or all")
 
 
 PRESETS = {
-    "smoke": CONFIG(model="tiny", instances=2, length=500, spread=20, keeps="24,48,96", budget=48, answers="48", window=8, future=5, m=2, t=2, ms="1,2,3", layers="0,1", shown="1,0", deletions=12, deletions_top=4, deletions_single=4, deletion_layer=1, sampling_seeds=2, kinds="needles", threads=1),
+    "smoke": CONFIG(model="tiny", instances=2, length=500, spread=20, keeps="24,48,96", budget=48, answers="48", window=8, future=5, m=2, t=2, ms="1,2,3", layers="0,1", shown="1,0", deletions=12, deletions_top=4, deletions_single=4, deletion_layer=1, deletion_future=4, sampling_seeds=2, kinds="needles", threads=1),
     "demo": CONFIG(threads=1),
     "paper": CONFIG(instances=100, length=3000, spread=1000, keeps="64,90,128,181,256,362,512,724,1024", budget=128, answers="128,512"),
 }
 """The demo's reckoning, per prompt of 720 tokens on one quiet thread: prefill 3 s, future 2, three draws of 8 x 8 tokens 7, scoring 16 arms 8, 12 budgets x 16 arms
-of masked outputs 12, overlaps and correlations 3, answers and KL at 3 budgets 10, 128 deletions x 31 tokens 25: about 65 s, 24 prompts 26 minutes."""
+of masked outputs 12, overlaps and correlations 3, answers and KL at 3 budgets 10, 128 deletions x 15 tokens 15: about 55 s, 24 prompts 22 minutes."""
 
 
 def start(config: CONFIG, model) -> Session:
@@ -127,7 +129,7 @@ class Session(Walking):
 
     def tokens(self, batch: int) -> int:
         """Model tokens of a prompt, for the progress bar."""
-        return super().tokens(batch) + self._deletions * self.config.future
+        return super().tokens(batch) + self._deletions * min(self.config.deletion_future, self.config.future)
 
     @property
     def bytes_needed(self) -> int:

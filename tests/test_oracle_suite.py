@@ -184,6 +184,8 @@ def hidden(lm, prompt, target):
 def test_a_deletion_costs_what_hiding_the_token_costs(lm, session, prompt):
     """Against masks on the full text; all sites at once and a single site; predictions are sums of S*."""
     rows = list(suite_deletions.rows(session, prompt, suite_answers.full(lm, prompt)))
+    prompt = suite_deletions.shortened(prompt, 4)
+    assert prompt.truth.ahead.valid.sum() == 4
     full = hidden(lm, prompt, suite_deletions.Target(0, "none", (5, 0))).log_softmax(-1)  # no such layer: nothing is hidden
     tokens = prompt.truth.ahead.tokens[0][prompt.truth.ahead.valid[0]][1:, None]
     assert 0 <= found(rows, "kl_noise").item() < 1e-12
@@ -195,7 +197,7 @@ def test_a_deletion_costs_what_hiding_the_token_costs(lm, session, prompt):
         at = {k: r[k] for k in ("position", "sample", "layer", "head") if k in r}
         assert r["value"] == pytest.approx(float((full.exp() * (full - q)).sum(-1).mean()), rel=1e-4, abs=1e-13)
         assert found(rows, "logp_lost", **at) == pytest.approx(float((full - q).gather(-1, tokens).mean()), rel=1e-6, abs=1e-13)
-        score = prompt.truth.score[:, 0, :, r["position"]]
+        score = oracle.score(lm, prompt.cache, prompt.truth.ahead)[:, 0, :, r["position"]]
         assert found(rows, "predicted_magnitude", **at) == pytest.approx(2 * float(score.sum() if site is None else score[site]), rel=1e-9)  # S* is a mean over two query heads
 
 
@@ -298,6 +300,13 @@ def test_tables_are_means_over_seeds_then_prompts(run):
     row = suite_tables.headline(run.rows, run.manifest).set_index(["metric", "arm"]).loc[("error", "random")]
     assert row.value == pytest.approx(by_prompt.mean()) and row.n == 2 and (row.low, row.high) == pytest.approx((by_prompt.min(), by_prompt.max()))
     assert set(run.table.criterion) == {*suite_orders.CRITERIA, CHANCE}
+
+
+def test_curves_take_prompts_of_twice_the_largest_budget(run):
+    rows = pd.DataFrame([dict(instance=i, metric="tokens", value=v) for i, v in ((0, 179), (1, 180), (2, 400))] + [dict(instance=i, metric="error", value=0.5) for i in range(3)])
+    assert set(suite_tables.long_enough(rows, 90).instance) == {1, 2}
+    n = run.rows[run.rows.metric == "tokens"].value.min()
+    assert set(suite_tables.long_enough(run.rows, int(n // 2) + 1).instance) == {int(run.rows[(run.rows.metric == "tokens") & (run.rows.value > n)].instance.iloc[0])}
 
 
 def drawn(figure):
