@@ -33,6 +33,8 @@ class CONFIG(HEADS):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.sets.replace(",", " ").split():
+            raise ValueError(f"sets={self.sets!r} names no set of KV heads; write numbers joined by +, e.g. 0,1+2, or natural, singles, pairs, triples, subsets")
         if "best-" in self.sets:
             raise ValueError(f"sets={self.sets!r}: this probe ranks nothing, name the sets (planted_fact finds the best ones)")
 

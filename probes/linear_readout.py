@@ -56,8 +56,8 @@ class CONFIG(HEADS):
         super().__post_init__()
         if len(planting.rounds_of(self.rounds)) > 1:
             raise ValueError(f"rounds={self.rounds!r}: the pinning part is of one distance")
-        if min(self.read_pre, self.logistic_layers) < 0 or min(self.read_batch, self.bands) < 1 or self.ridge <= 0:
-            raise ValueError("read_pre and logistic_layers must not be negative, read_batch and bands at least 1, ridge above 0")
+        if min(self.read_pre, self.logistic_layers) < 0 or min(self.read_batch, self.bands) < 1 or not 0 < self.ridge < float("inf"):
+            raise ValueError("read_pre and logistic_layers must not be negative, read_batch and bands at least 1, ridge above 0 and finite")
         if self.folds < 2 or self.readings < 4 * self.folds:
             raise ValueError(f"folds={self.folds} must be at least 2, readings={self.readings} at least 4 per fold")
 
@@ -94,6 +94,7 @@ class Session:
         self.pinning = HeadSets(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
         filler = needles.Filler(config.filler, model.tokenizer)
         self.texts = needles.build(model.tokenizer, filler, config.reading, range(config.readings), config.seed + 1)
+        check_spans(self.texts)
         s = self.texts[0]
         a, z = s.value_in_box
         self.columns = {"digit": range(a, z), "next": range(a + 1, z + 1), "box": range(s.value_in_box[1], s.box[1]), "after": range(s.box[1], s.box[1] + NEAR),
@@ -201,6 +202,16 @@ class Session:
         checks = [Check("shuffled labels are read no better than by always naming the commonest", bool(excess <= 0.02), f"largest accuracy - chance {excess:.3f} over states and groups", "<= 0.02"),
                   *self.pinning.checks(rows[rows["case"].notna()], folder)]
         return Report(title, table, table.to_string(index=False), checks, {"title": title})
+
+
+def check_spans(texts) -> None:
+    """Every text is read at the same columns. Raises ValueError where one has its value, box or answer elsewhere than the first."""
+    first = texts[0]
+    for i, t in enumerate(texts):
+        for what, mine, its in (("value", t.value_in_box, first.value_in_box), ("box", t.box, first.box), ("answer", t.answer, first.answer)):
+            if tuple(mine) != tuple(its):
+                raise ValueError(f"the {what} of short text {i} (variable {t.variable!r}) stands at tokens {mine[0]}..{mine[1] - 1}, that of text 0 (variable {first.variable!r}) "
+                                 f"at {its[0]}..{its[1] - 1}: this tokenizer cuts variables or values into different numbers of tokens, and one set of columns cannot read both")
 
 
 def _hash(texts) -> str:

@@ -425,7 +425,7 @@ def test_kept_is_judged_by_the_full_cache_only_where_that_retrieves(full, passed
     (fragments, dict(rounds="1,2"), "asks once"), (fragments, dict(policies="random,recency"), "name one"), (fragments, dict(protection="with"), "only 'without'"),
     (fragments, dict(rows_per_batch=0), "at least 1"), (fragments, dict(pre=100), "only positions below"), (fragments, dict(box=12), "its room is 12"),
     (two_facts, dict(splits="0"), "heads of x"), (two_facts, dict(splits="0|x"), "no set of KV heads"), (two_facts, dict(splits="0|0+1+2"), "not all 3"), (two_facts, dict(splits=" "), "names no split"),
-    (two_facts, dict(splits="0|7"), r"KV heads 0\.\.2"), (two_facts, dict(apart=8), "at least box"), (distance_by_heads, dict(sets="best-pairs"), "ranks nothing"), (distance_by_heads, dict(sets="0+9"), r"0\.\.2"),
+    (two_facts, dict(splits="0|7"), r"KV heads 0\.\.2"), (two_facts, dict(apart=8), "at least box"), (distance_by_heads, dict(sets="best-pairs"), "ranks nothing"), (distance_by_heads, dict(sets=""), "names no set"), (distance_by_heads, dict(sets=" ,"), "names no set"), (distance_by_heads, dict(sets="0+9"), r"0\.\.2"),
     (correlation_dose, dict(marginals="2"), r"0\.\.1"), (correlation_dose, dict(correlations="a"), r"0\.\.1"), (correlation_dose, dict(survival_draws=0), "at least 1")])
 def test_bad_settings_are_refused_before_any_work(module, given, message):
     with pytest.raises(ValueError, match=message):

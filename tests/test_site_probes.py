@@ -336,6 +336,13 @@ def test_states_are_those_of_the_texts_own_tokens(lm):
             np.testing.assert_allclose(states[name][row, :, :, 3], want, atol=1e-6)
 
 
+def test_texts_whose_values_stand_elsewhere_are_refused(lm, monkeypatch):
+    monkeypatch.setattr(needles, "VARIABLES", ("ab", "abc"))  # a token is a byte here: the second variable is a token longer
+    config = linear_readout.CONFIG(model="tiny", dtype="float64", keep=64, buffer=16, instances=1, batch_size=1, pre=8, query=60, box=24, rounds="4", bands=1, readings=20, folds=2)
+    with pytest.raises(ValueError, match=r"value of short text 1 \(variable 'abc'\) stands at tokens \d+\.\.\d+, that of text 0 \(variable 'ab'\) at \d+\.\.\d+"):
+        linear_readout.start(config, lm)
+
+
 def test_readout_rows_are_complete(done):
     run = done("linear_readout")
     rows = run.rows[run.rows.metric == "accuracy"]
@@ -348,7 +355,7 @@ def test_readout_rows_are_complete(done):
     assert at_digit.min() > 0.4  # an embedded digit is all that its value vector holds
 
 
-@pytest.mark.parametrize("fields, message", [(dict(folds=1), "at least 2"), (dict(readings=8), "4 per fold"), (dict(rounds="3,15"), "one distance"), (dict(ridge=0.0), "above 0")])
+@pytest.mark.parametrize("fields, message", [(dict(folds=1), "at least 2"), (dict(readings=8), "4 per fold"), (dict(rounds="3,15"), "one distance"), (dict(ridge=0.0), "above 0"), (dict(ridge=float("nan")), "above 0"), (dict(ridge=float("inf")), "finite")])
 def test_readout_refuses_bad_settings(fields, message):
     with pytest.raises(ValueError, match=message):
         linear_readout.CONFIG(**fields)
