@@ -13,7 +13,7 @@ from math import comb
 
 import numpy as np
 
-from kvprobe.stats import Estimate, mean
+from kvprobe.stats import Estimate, t_mean
 
 
 def mask(players: Iterable[int]) -> int:
@@ -119,18 +119,24 @@ def pooling(worth: np.ndarray) -> np.ndarray:
     return v[-1] - sum(v[1 << i] for i in range(p))
 
 
-def sufficient(worth: np.ndarray, share: float = 0.9) -> list[int]:
+def sufficient(worth: np.ndarray | Mapping[int, float], share: float = 0.9) -> list[int]:
     """Coalitions worth at least `share` of v(all) of which no player can be spared, smallest first; worths [2^p], v(all) > 0.
 
-    Worked example: majority of three, share 1: (0, 1), (0, 2), (1, 2); of all three one can be spared.
+    Of a sampled game the coalitions at hand, none and all among them, by number: a player can be spared where the coalition without it is at
+    hand and enough. Worked example: majority of three, share 1: (0, 1), (0, 2), (1, 2); of all three one can be spared.
     """
-    v, p = _over_empty(worth)
-    if v.ndim != 1:
-        raise ValueError("sufficient sets are of one game: give worths [2^p], pooled over instances")
-    if not v[-1] > 0:
-        raise ValueError(f"all players together are worth {v[-1]:g} more than none: nothing can be enough of that")
-    enough = v >= share * v[-1]
-    minimal = [s for s in range(1 << p) if enough[s] and not any(enough[s & ~(1 << i)] for i in members(s))]
+    if isinstance(worth, Mapping):
+        v = {s: float(w) - float(worth[0]) for s, w in worth.items()}
+    else:
+        table, _ = _over_empty(worth)
+        if table.ndim != 1:
+            raise ValueError("sufficient sets are of one game: give worths [2^p], pooled over instances")
+        v = dict(enumerate(table.tolist()))
+    everyone = v[max(v)]
+    if not everyone > 0:
+        raise ValueError(f"all players together are worth {everyone:g} more than none: nothing can be enough of that")
+    enough = {s for s, w in v.items() if w >= share * everyone}
+    minimal = [s for s in enough if not any(s & ~(1 << i) in enough for i in members(s))]
     return sorted(minimal, key=lambda s: (s.bit_count(), members(s)))
 
 
@@ -176,10 +182,13 @@ def additions(worth: Mapping[int, np.ndarray] | np.ndarray, order: np.ndarray) -
     return np.stack(out)
 
 
-def sampled_shapley(worth: Mapping[int, float] | np.ndarray, order: np.ndarray, seed: int = 0) -> list[Estimate]:
-    """Shapley values of one game from sampled orders, with 95 % bootstrap intervals over pairs of an order and its reverse."""
+def sampled_shapley(worth: Mapping[int, float] | np.ndarray, order: np.ndarray) -> list[Estimate]:
+    """Shapley values of one game from sampled orders, with 95 % t intervals over pairs of an order and its reverse; NaN below 4 pairs.
+
+    A percentile bootstrap of the few pairs there are is too narrow.
+    """
     added = additions(worth, order)
-    return [mean(x, seed, clusters=range(len(x))) for x in added.reshape(-1, 2, added.shape[1]).mean(1).T]
+    return [t_mean(x) for x in added.reshape(-1, 2, added.shape[1]).mean(1).T]
 
 
 def sampled_interaction(worth: Mapping[int, np.ndarray] | np.ndarray, order: np.ndarray) -> np.ndarray:

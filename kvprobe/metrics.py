@@ -8,7 +8,7 @@ import numpy as np
 
 from kvprobe.stats import REPLICATES, Estimate, bootstrap, difference, mean, ratio
 
-__all__ = ["REPLICATES", "Estimate", "bootstrap", "difference", "mean", "recall_gain", "survival"]
+__all__ = ["REPLICATES", "Estimate", "bootstrap", "difference", "mean", "recall_gain", "recallable", "survival"]
 
 
 def recall_gain(logp: np.ndarray, deleted: np.ndarray, kept: np.ndarray, seed: int = 0, replicates: int = REPLICATES,
@@ -16,14 +16,20 @@ def recall_gain(logp: np.ndarray, deleted: np.ndarray, kept: np.ndarray, seed: i
     """Recall R = sum(LP - LP_deleted) / sum(LP_kept - LP_deleted), a ratio of sums (Random Attention eq. 4).
 
     R is 1 where the condition is worth as much as keeping the fact everywhere, 0 where it is worth nothing. The value
-    is None where the interval of the denominator contains 0: nothing was there to be recalled. Worked example:
+    is None where kept is not surely better than deleted (`recallable`): nothing was there to be recalled. Worked example:
     LP = (-1, -3), deleted = (-9, -5), kept = (-1, -1): (8 + 2) / (8 + 4) = 0.833.
     """
     logp, deleted, kept = (np.asarray(x, dtype=float) for x in (logp, deleted, kept))
     available = difference(kept, deleted, seed, replicates, clusters)
-    if available.low <= 0 <= available.high:
+    if not recallable(available):
         return Estimate(None, None, None, available.n)
     return ratio(logp - deleted, kept - deleted, seed, replicates, clusters)
+
+
+def recallable(available: Estimate) -> bool:
+    """Whether kept - deleted is surely above 0: its whole interval is; of one cluster, which has none, the value. Were kept worse,
+    the ratio would be turned upside down."""
+    return bool(available.value > 0 if available.n < 2 else available.low > 0)
 
 
 def survival(keep: int, buffer: int, rounds: int, prompt: int = 0) -> float:

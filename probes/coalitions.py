@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe import coalitions as games
-from kvprobe import head_sets, places, planting, stats
+from kvprobe import head_sets, metrics, places, planting, stats
 from kvprobe.head_sets import DELETED, HEADS, KEPT, HeadSets, Hold
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class CONFIG(HEADS):
     exact: int = 7
     """games of more players than this are sampled"""
     orders: int = 32
-    """random orders of players in a sampled game, every other one its predecessor's reverse"""
+    """random orders of players in a sampled game, every other one its predecessor's reverse; the interval over them needs 8"""
     enough: float = 0.9
     """share of the worth of all players from which on a set is enough"""
     rounds: str = "3"
@@ -153,7 +153,7 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
     Quantities: worth (R of every coalition played), alone, Shapley value, last (what all lose without the player), interaction,
     pooling, superadditivity, sufficient (R of each set of the smallest size that is enough). low, high: 95 % over instances;
-    draw_low, draw_high of a sampled game: 95 % over the orders drawn. Not defined (nan) where the endpoints are not told apart.
+    draw_low, draw_high of a sampled game: 95 % over the pairs of orders drawn (t), from 4 pairs on. Not defined (nan) where the endpoints are not told apart.
     """
     import pandas as pd
 
@@ -166,7 +166,7 @@ def _values(game: Game, worth: dict[int, np.ndarray], settings: dict) -> list[di
     everyone = (1 << p) - 1
     available = worth[everyone]
     told = stats.mean(available, seed)
-    defined = not told.low <= 0 <= told.high
+    defined = metrics.recallable(told)
 
     def row(quantity: str, players, gain: np.ndarray, **more) -> dict:
         e = stats.ratio(gain, available, seed, clusters=range(len(gain))) if defined else stats.Estimate(np.nan, np.nan, np.nan, len(gain))
@@ -175,7 +175,7 @@ def _values(game: Game, worth: dict[int, np.ndarray], settings: dict) -> list[di
 
     out = [row("worth", games.members(s), w) for s, w in worth.items()]
     out += [row("alone", [i], worth[1 << i]) for i in range(p)]
-    out += [row("Shapley value", [i], *found) if len(found) == 1 else row("Shapley value", [i], found[0], **found[1]) for i, found in enumerate(_shapley(game, worth, seed, defined))]
+    out += [row("Shapley value", [i], *found) if len(found) == 1 else row("Shapley value", [i], found[0], **found[1]) for i, found in enumerate(_shapley(game, worth, defined))]
     out += [row("last", [i], available - worth[everyone ^ 1 << i]) for i in range(p)]
     table = np.stack([worth[s] for s in range(1 << p)]) if game.order is None else None
     pairs = games.interaction(table) if table is not None else games.sampled_interaction(worth, game.order)
@@ -186,7 +186,7 @@ def _values(game: Game, worth: dict[int, np.ndarray], settings: dict) -> list[di
     return out + [row("sufficient", games.members(s), worth[s]) for s in (_sufficient(worth, settings["enough"]) if defined else [])]
 
 
-def _shapley(game: Game, worth: dict[int, np.ndarray], seed: int, defined: bool) -> list[tuple]:
+def _shapley(game: Game, worth: dict[int, np.ndarray], defined: bool) -> list[tuple]:
     """Per player the gain [n], and for a sampled game the interval over orders."""
     if game.order is None:
         return [(x,) for x in games.shapley(np.stack([worth[s] for s in range(len(worth))]))]
@@ -194,16 +194,14 @@ def _shapley(game: Game, worth: dict[int, np.ndarray], seed: int, defined: bool)
     if not defined:
         return [(x,) for x in gains]
     available = worth[max(worth)].sum()
-    drawn = games.sampled_shapley({s: w.sum() / available for s, w in worth.items()}, game.order, seed)
+    drawn = games.sampled_shapley({s: w.sum() / available for s, w in worth.items()}, game.order)
     return [(x, dict(draw_low=e.low, draw_high=e.high)) for x, e in zip(gains, drawn)]
 
 
 def _sufficient(worth: dict[int, np.ndarray], enough: float) -> list[int]:
     """The coalitions of the smallest size, of those played, that are enough."""
-    available = worth[max(worth)].sum()
-    found = [s for s, w in worth.items() if w.sum() >= enough * available]
-    least = min(s.bit_count() for s in found)
-    return [s for s in found if s.bit_count() == least]
+    found = games.sufficient({s: w.sum() for s, w in worth.items()}, enough)
+    return [s for s in found if s.bit_count() == found[0].bit_count()]
 
 
 SHOWN = {"alone": "R alone", "Shapley value": "Shapley value", "last": "R lost without it", "interaction": "interaction", "pooling": "pooling gain", "superadditivity": "superadditivity index",

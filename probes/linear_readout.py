@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import head_sets, needles, places, planting, readout, stats
+from kvprobe import head_sets, metrics, needles, places, planting, readout, stats
 from kvprobe.comparing import NEVER
 from kvprobe.head_sets import DELETED, HEADS, KEPT, HeadSets
 from kvprobe.probes import site_map
@@ -237,7 +237,7 @@ def pinned(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     logp, out, seed = head_sets.wide(rows[rows["case"].notna()], "logp"), [], manifest["settings"]["seed"]
     available = (logp[KEPT] - logp[DELETED]).to_numpy()
     told = stats.mean(available, seed)
-    defined = not told.low <= 0 <= told.high
+    defined = metrics.recallable(told)
     every = [layer for band in manifest["bands"] for layer in band]
     for kind, band in [("head", every), *(("band", b) for b in manifest["bands"])]:
         for head in range(manifest["model"]["kv_heads"]):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import head_sets, places, planting, stats
+from kvprobe import head_sets, metrics, places, planting, stats
 from kvprobe.head_sets import DELETED, HEADS, KEPT, Case, HeadSets, Hold, Together, together
 from kvprobe.places import Place
 
@@ -142,7 +142,7 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     logp, out, seed = head_sets.wide(rows, "logp"), [], manifest["settings"]["seed"]
     available = (logp[KEPT] - logp[DELETED]).to_numpy()
     told = stats.mean(available, seed)
-    defined = not told.low <= 0 <= told.high
+    defined = metrics.recallable(told)
     for kind, layers, head in _places(manifest):
         name = f"{places.span_name(layers)}, head {head}"
         if ALONE + name not in logp:

@@ -121,7 +121,8 @@ def test_sufficient_sets_are_those_that_can_spare_nobody():
     assert named(UNANIMITY, 0.9) == [(0, 2, 3)] and named(GLOVE, 0.5) == [(0, 1), (0, 2)]
     uneven = game(3, lambda s: 0.95 if 2 in s and len(s) < 3 else 1.0 if len(s) == 3 or set(s) == {0, 1} else 0)
     assert named(uneven, 0.9) == [(2,), (0, 1)] and named(uneven, 0.99) == [(0, 1)]
-    for bad, message in ((-MAJORITY, "nothing can be enough"), (random_game(3, 0, (2,)), "pooled over instances")):
+    assert named({s: uneven[s] for s in (0, 3, 5, 7)}, 0.9) == [(0, 1), (0, 2)]  # 2 alone was not played
+    for bad, message in (({0: 1, 1: 2, 3: 0.5}, "nothing can be enough"), (-MAJORITY, "nothing can be enough"), (random_game(3, 0, (2,)), "pooled over instances")):
         with pytest.raises(ValueError, match=message):
             games.sufficient(bad)
 
@@ -185,6 +186,16 @@ def test_sampling_is_efficient_converges_and_its_intervals_cover():
     assert errors[2000] < 0.08 and errors[2000] < errors[20] / 3
     inside = [e.low <= x <= e.high for seed in range(24) for e, x in zip(games.sampled_shapley(worth, games.orders(8, 80, seed)), exact)]
     assert 0.88 <= np.mean(inside) <= 0.99  # 192 intervals of nominally 95 %
+
+
+def test_few_orders_give_an_honest_interval_or_none():
+    inside = []
+    for seed in range(60):
+        worth = random_game(6, seed)
+        inside += [e.low <= x <= e.high for e, x in zip(games.sampled_shapley(worth, games.orders(6, 24, seed)), games.shapley(worth))]
+    assert len(inside) == 360 and np.mean(inside) >= 0.9  # nominally .95
+    assert all(np.isnan([e.low, e.high]).all() and np.isfinite(e.value) for e in games.sampled_shapley(worth, games.orders(6, 6, 0)))
+    assert all(e.low < e.value < e.high and e.n == 4 for e in games.sampled_shapley(worth, games.orders(6, 8, 0)))
 
 
 def test_sampled_interactions_converge():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvprobe import metrics
+from kvprobe import metrics, stats
 
 
 def test_recall_is_a_ratio_of_sums():
@@ -23,6 +23,14 @@ def test_recall_is_null_where_nothing_could_be_recalled():
     same = rng.normal(size=30)
     r = metrics.recall_gain(same, same + rng.normal(size=30), same + rng.normal(size=30))
     assert r.value is None and r.text() == "n/a"
+
+
+def test_recall_is_null_where_kept_is_worse_than_deleted():
+    worse, better = np.array([-9.0, -8.0, -9.5]), np.array([-1.0, -2.0, -1.5])
+    assert metrics.recall_gain(better, better, worse).value is None and metrics.recall_gain(better, worse, better).value == 1
+    assert metrics.recall_gain([-2], [-1], [-3]).value is None
+    one = metrics.recall_gain([-2], [-5], [-1])  # a value, but no interval
+    assert one.value == 0.75 and np.isnan([one.low, one.high]).all() and one.text() == "0.75 [-]"
 
 
 def test_interval_matches_the_normal_one_for_a_large_sample():
@@ -51,9 +59,17 @@ def test_pairing_narrows_a_difference():
 def test_equal_instances_give_a_point_and_one_instance_says_n():
     e = metrics.mean([1.0] * 8)
     assert (e.value, e.low, e.high, e.n) == (1, 1, 1, 8)
-    assert metrics.mean([0.5]).n == 1
+    one = metrics.mean([0.5])
+    assert one.n == 1 and one.value == 0.5 and np.isnan([one.low, one.high]).all() and one.text() == "0.50 [-]"
+    assert metrics.mean([1.0, 3.0], clusters=["a", "a"]).text() == "2.00 [-]"
 
 
 @pytest.mark.parametrize("rounds, prompt, want", [(15, 0, .402778), (57, 0, .031568), (15, 90, .370037), (39, 150, .063538)])
 def test_survival_closed_form(rounds, prompt, want):
     assert metrics.survival(1024, 64, rounds, prompt) == pytest.approx(want, abs=5e-7)
+
+
+def test_the_t_interval_is_the_text_book_one():
+    e = stats.t_mean([1, 2, 3, 6])  # sd 2.160, t(.975, 3) = 3.182
+    assert (e.value, e.n) == (3, 4) and [e.low, e.high] == pytest.approx([3 - 3.437, 3 + 3.437], abs=2e-3)
+    assert stats.t_mean([1, 2, 3]).text() == "2.00 [-]"

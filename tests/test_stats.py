@@ -88,7 +88,7 @@ def test_degenerate_samples_are_points():
     e = stats.mean([2.0] * 6, clusters=[0, 0, 1, 1, 2, 2])
     assert (e.value, e.low, e.high, e.n) == (2, 2, 2, 3)
     e = stats.bootstrap(np.median, np.array([1.0, 5.0]), seed=0, clusters=["a", "a"])
-    assert (e.value, e.low, e.high, e.n) == (3, 3, 3, 1)
+    assert (e.value, e.n) == (3, 1) and np.isnan([e.low, e.high]).all()  # one cluster gives no interval
 
 
 @pytest.mark.parametrize("clusters, message", [([0, 1], "2 labels for 3 values"), (["a", None, "b"], "label is missing"), ([0, np.nan, 1], "label is missing")])
