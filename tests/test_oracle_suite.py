@@ -140,7 +140,7 @@ def test_likeness_by_sets(prompt, ranked):
     i, j = at["window attention", 0], at["LORE /E", 1]
     want = np.mean([len(set(np.flatnonzero(kept[x, i, h])) & set(np.flatnonzero(kept[x, j, h]))) / 48 for x in (0, 1) for h in (0, 1)])
     assert found(rows, "overlap", arm="window attention", other="LORE /E", draw=1) == pytest.approx(want)
-    same = [(kept[:, at["single continuation", d]] & kept[:, at["LORE /E", d]]).sum() / (48 * 4) for d in (0, 1)]
+    same = [float((kept[:, at["single continuation", d]] & kept[:, at["LORE /E", d]]).sum()) / (48 * 4) for d in (0, 1)]
     assert found(rows, "overlap", arm="single continuation", other="LORE /E").tolist() == pytest.approx(same)  # each under its own sampling seed
     free = ~prompt.truth.protected[1, 0, 0]
     a, b = (pd.Series(ranked.orders[x].score[1, 0, 0][free].numpy()) for x in (j, at["oracle", 0]))
