@@ -49,6 +49,16 @@ def logistic_hits(states: np.ndarray, labels: np.ndarray, folds: np.ndarray) -> 
     return hits
 
 
+def unrelated(labels: np.ndarray, together: int = 1) -> tuple[float, float]:
+    """Accuracy that answers unrelated to the states get, mean over the questions of labels [n, k], and its standard error over n * together hits.
+
+    Answers as frequent as the labels, p, are right in sum(p^2) of the cases. together: questions whose hits are independent, at most k.
+    Worked example: labels (0, 0, 1, 2): p = 1/2, 1/4, 1/4, so 3/8, and with together = 1 sqrt(3/8 * 5/8 / 4) = 0.242.
+    """
+    right = float(np.mean([np.square(np.unique(column, return_counts=True)[1] / len(column)).sum() for column in labels.T]))
+    return right, float(np.sqrt(right * (1 - right) / (len(labels) * together)))
+
+
 def chance(labels: np.ndarray) -> np.ndarray:
     """What always naming the commonest label gets, per question [k] of labels [n, k]."""
     return np.array([np.unique(column, return_counts=True)[1].max() / len(column) for column in labels.T])

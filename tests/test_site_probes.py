@@ -315,6 +315,18 @@ def test_a_planted_digit_is_read_and_a_shuffled_one_is_not(method, samples):
     assert readout.chance(both)[0] == np.bincount(labels[:, 0]).max() / 200
 
 
+def test_shuffled_labels_are_judged_on_both_sides_of_what_unrelated_answers_get():
+    right, error = readout.unrelated(np.array([[0], [0], [1], [2]]))
+    assert right == 3 / 8 and error == pytest.approx((3 / 8 * 5 / 8 / 4) ** 0.5)
+    labels = np.repeat(np.arange(10), 40)[:, None].repeat(4, 1)  # .1, standard error .0075
+    for found, passed in ((0.1, True), (0.12, True), (0.08, True), (0.125, False), (0.075, False)):
+        assert linear_readout.shuffled_check(pd.Series({("keys", "digit"): 0.1, ("values", "last"): found}), labels).passed is passed
+    rng = np.random.default_rng(0)
+    skew = rng.choice(4, size=(4000, 1), p=[0.7, 0.1, 0.1, 0.1])
+    hits = skew == rng.permutation(skew)
+    assert hits.mean() == pytest.approx(readout.unrelated(skew)[0], abs=0.03)
+
+
 def test_folds_are_a_balanced_cut():
     folds = readout.folds_of(23, 4, 1)
     assert sorted(np.bincount(folds)) == [5, 6, 6, 6] and (folds != readout.folds_of(23, 4, 2)).any()
