@@ -32,7 +32,7 @@ class CONFIG(COMMON):
     """budgets: entries kept per KV head, the protected ones inside (B)"""
     budget: int = 128
     """the main one of them: layers, heads, classes and orders are compared there"""
-    answers: str = "66,128,250"
+    answers: str = "66,128"
     """budgets at which the compressed cache also answers: log p, and KL along the future"""
     m: int = 4
     """continuations that LORE /E and /D score by (M)"""
@@ -77,8 +77,9 @@ PRESETS = {
     "demo": CONFIG(threads=1),
     "paper": CONFIG(instances=100, length=3000, spread=1000, keeps="64,90,128,181,256,362,512,724,1024", budget=128, answers="128,512"),
 }
-"""The demo's reckoning, per prompt of 720 tokens on one quiet thread: prefill 3 s, future 2, three draws of 8 x 8 tokens 7, scoring 16 arms 8, 12 budgets x 16 arms
-of masked outputs 12, overlaps and correlations 3, answers and KL at 3 budgets 10, 128 deletions x 15 tokens 15: about 55 s, 24 prompts 22 minutes."""
+"""The demo's reckoning, CPU seconds per prompt of 720 tokens: prefill and future 7, three draws of 8 x 8 tokens 12, scoring 16 arms 4, 12 budgets x 16 arms of masked
+outputs 22, answers and KL at 2 budgets 14, overlaps and correlations 3, 128 deletions x 15 tokens 15: about 75, measured with both threads of a core at work, so 24
+prompts take half an hour there and less on a quiet core. At most about 2 GB of memory."""
 
 
 def start(config: CONFIG, model) -> Session:
