@@ -13,17 +13,21 @@ from kvprobe.models import Model
 from kvprobe.versions import require
 
 _WRAPPED: WeakKeyDictionary = WeakKeyDictionary()
+_found: WeakKeyDictionary = WeakKeyDictionary()  # model -> its attention modules
 
 
 def attention_modules(model: nn.Module) -> dict[int, str]:
-    """Layer number -> dotted name of its softmax attention module. Layers of other kinds are absent."""
+    """Layer number -> dotted name of its softmax attention module. Layers of other kinds are absent. Looked for once per model."""
+    if model in _found:
+        return dict(_found[model])
     found = {}
     for name, module in model.named_modules():
         if isinstance(getattr(module, "layer_idx", None), int) and "attention" in type(module).__name__.lower() and _output(module) is not None:
             found.setdefault(module.layer_idx, name)
     if not found:
         raise ValueError(f"{type(model).__name__} has no module that looks like attention (a layer_idx and an output projection)")
-    return dict(sorted(found.items()))
+    _found[model] = dict(sorted(found.items()))
+    return dict(_found[model])
 
 
 def _output(module: nn.Module) -> nn.Linear | None:
