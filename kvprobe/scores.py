@@ -16,15 +16,13 @@ def window_importance(view: CacheView, kernel: int = 5, pooling: str = "average"
     """[b hkv c]: attention of the window's queries over the candidates, softmax per query head, reduced over the queries,
     pooled over neighbours, then over the group (SnapKV as Random Attention app. F ran it)."""
     a = attention.window_attention(view.queries, view.query_positions, view.keys, view.positions, view.scaling)
-    return reduced(without_window(a, view, view.query_positions), view.query_positions >= 0, kernel, pooling, queries, group)
+    return reduced(a, view.query_positions >= 0, kernel, pooling, queries, group, own_window(view, view.query_positions))
 
 
-def without_window(a: Tensor, view: CacheView, query_positions: Tensor) -> Tensor:
-    """Attention [b hkv g q c] with 0 at pinned entries of the queries' own window: what they pay each other is pooled into no neighbour (methods 3)."""
+def own_window(view: CacheView, query_positions: Tensor) -> Tensor | None:
+    """bool [b hkv c]: pinned entries of the queries' own window; what they pay each other is pooled into no neighbour (methods 3)."""
     first = query_positions.masked_fill(query_positions < 0, 2**31 - 1).amin(-1)[:, None, None]
-    if view.pinned is None or not bool((own := view.pinned & (view.positions >= first)).any()):
-        return a
-    return a.masked_fill(own[:, :, None, None], 0.0)
+    return None if view.pinned is None else view.pinned & (view.positions >= first)
 
 
 def over_heads(x: Tensor, view: CacheView) -> tuple[Tensor, Tensor]:
@@ -38,9 +36,11 @@ def over_heads(x: Tensor, view: CacheView) -> tuple[Tensor, Tensor]:
     return total.gather(1, at).view_as(x), heads.gather(1, at).view_as(x)
 
 
-def reduced(a: Tensor, asks: Tensor, kernel: int, pooling: str, queries: str, group: str) -> Tensor:
-    """[b hkv c] of attention [b hkv g q c]: over the queries that count (asks, bool [b q]; the others' is 0), pooled over neighbours, then over the group."""
+def reduced(a: Tensor, asks: Tensor, kernel: int, pooling: str, queries: str, group: str, apart: Tensor | None = None) -> Tensor:
+    """[b hkv c] of attention [b hkv g q c]: over the queries that count (asks, bool [b q]; the others' is 0), pooled over neighbours
+    but those apart (bool [b hkv c]), then over the group."""
     a = attention.mean_over_queries(a, torch.where(asks, 0, -1)) if queries == "mean" else a.sum(3)
+    a = a if apart is None else a.masked_fill_(apart[:, :, None], 0.0)
     a = attention.pool(a, kernel, pooling)
     return {"mean": a.mean, "sum": a.sum, "max": a.amax}[group](2)
 

@@ -77,6 +77,5 @@ class POLICY:
             last = torch.cat([at, (view.now[:, None] - 1).expand_as(valid)], dim=1)
         p = view.positions[:, :, None, :]
         a = attention.weights(asked, view.keys, (p >= 0) & (p <= last[:, None, :, None]) & asks[:, None, :, None], view.scaling)
-        if self.w2:
-            a = scores.without_window(a, view, at)
-        return scores.reduced(a, asks, self.kernel, self.pooling, self.reduce, self.group)
+        apart = scores.own_window(view, at) if self.w2 else None
+        return scores.reduced(a, asks, self.kernel, self.pooling, self.reduce, self.group, apart)
