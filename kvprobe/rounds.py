@@ -52,16 +52,7 @@ class Rounds:
 
     def _score(self, view: CacheView) -> Tensor:
         """The policy's scores of one layer; what a user's file gets wrong is named."""
-        try:
-            score = self.policy.score(view)
-        except ValueError:
-            raise  # a policy's own refusal
-        except Exception as error:
-            raise RuntimeError(f"policy {self.policy} failed at layer {view.layer}: {type(error).__name__}: {error}") from error
-        if not isinstance(score, Tensor) or score.is_complex() or score.shape != view.positions.shape:
-            got = f"{score.dtype} {list(score.shape)}" if isinstance(score, Tensor) else type(score).__name__
-            raise ValueError(f"policy {self.policy} returned {got} at layer {view.layer}; score(view) must be a real tensor [batch, KV heads, candidates] = {list(view.positions.shape)}")
-        return score
+        return self._hook("score", view.positions.shape, view, where=f" at layer {view.layer}")
 
     def _surplus(self, due: np.ndarray) -> np.ndarray:
         """How many candidates go, [l b hkv]."""
@@ -133,16 +124,17 @@ class Rounds:
         short = (left.sum(-1).cpu().numpy().sum(axes, keepdims=True) < keep.sum(axes, keepdims=True)) if axes else left.sum(-1).cpu().numpy() < keep
         return left | (real & torch.as_tensor(short, device=real.device)[..., None])
 
-    def _hook(self, name: str, shape, *given) -> Tensor:
-        """What `allocate` or `select` of the policy returns; what a user's file gets wrong is named."""
+    def _hook(self, name: str, shape, *given, where: str = "") -> Tensor:
+        """What `score`, `allocate` or `select` of the policy returns; what a user's file gets wrong is named."""
         try:
             got = getattr(self.policy, name)(*given)
         except ValueError:
             raise  # a policy's own refusal
         except Exception as error:
-            raise RuntimeError(f"policy {self.policy} failed in {name}: {type(error).__name__}: {error}") from error
-        if not isinstance(got, Tensor) or tuple(got.shape) != tuple(shape):
-            raise ValueError(f"policy {self.policy}: {name} returned {list(got.shape) if isinstance(got, Tensor) else type(got).__name__}, it must be a tensor {list(shape)}")
+            raise RuntimeError(f"policy {self.policy} failed in {name}{where}: {type(error).__name__}: {error}") from error
+        if not isinstance(got, Tensor) or got.is_complex() or tuple(got.shape) != tuple(shape):
+            said = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+            raise ValueError(f"policy {self.policy}: {name} returned {said}{where}, it must be a real tensor {list(shape)}")
         return got
 
     @property

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from . import deletion
+from . import coverage, deletion
 from .policies import lore
 
 if TYPE_CHECKING:
@@ -60,15 +59,10 @@ def walk(policy: lore.POLICY, prompt: Prompt, found) -> Walk:
         queries = torch.cat([held.queries, ahead.transpose(1, 2).flatten(2, 3)], dim=2)
         mine = deletion.by_set(queries, held.keys, held.values, held.scaling, sets, policy._gram(layer, held.keys.device), visible, cost=cost)
         psi.append(torch.stack([mine["window"], *(mine[k] for k in range(found.m))]).to(cache.kept_device))
-        cosines.append(nearest(future.queries[layer][0][:, future.valid[0]], ahead[0], found.valid[0]).to(cache.kept_device))
+        asked = future.queries[layer][0][:, future.valid[0]].expand(found.m, -1, -1, -1).to(ahead.device)
+        cosines.append(coverage.nearest(asked, ahead[0], found.valid[0]).flatten(1).to(cache.kept_device))
     scores = torch.stack(psi, dim=1)
     return Walk(scores[0], scores[1:], torch.cat(cosines, dim=1))
-
-
-def nearest(future: Tensor, queries: Tensor, valid: Tensor) -> Tensor:
-    """[m x]: best cosine of each future query [hq q d] with a continuation's valid queries [m hq t d], x over hq and q."""
-    cosine = normalize(future.double(), dim=-1) @ normalize(queries.double(), dim=-1).mT  # [m hq q t]
-    return cosine.masked_fill(~valid[:, None, None, :].to(cosine.device), -1.0).amax(-1).flatten(1)
 
 
 def spread(weights: Tensor) -> dict[str, float]:
