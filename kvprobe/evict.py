@@ -61,8 +61,6 @@ def evicted(score: Tensor, surplus: Tensor | int, real: Tensor | None = None) ->
             gone = score < cut if stay else torch.ones_like(score, dtype=torch.bool)
         if int(gone.sum()) == gone.numel() // gone.shape[-1] * surplus:
             return gone  # no row has a tie at its cut
-        if surplus > stay:  # ties at a cut go by age from the cut of those that go
-            cut = score.topk(surplus, dim=-1, largest=False).values[..., -1:]
         need = torch.tensor(surplus, device=score.device)
     else:
         need = surplus[..., None]

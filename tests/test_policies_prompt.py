@@ -254,6 +254,23 @@ def test_defensivekv_over_the_whole_model(llama, ids, seen):
     assert sets == {site: with_pins([p for _, own, p in rest if own == site]) for site in sets}
 
 
+def test_defensivekv_in_rounds_compares_heads_by_position(llama, ids, monkeypatch):
+    """After a round a slot is another token in each head: the share of a norm is among the heads that hold the entry."""
+    policy, found = make_policy("defensivekv", dict(threshold=0.0), llama[0]), []
+    score = type(policy).score
+    monkeypatch.setattr(type(policy), "score", lambda self, view: found.append((view, score(self, view))) or found[-1][1])
+    kvprobe.force(llama[0], kvprobe.cache(llama[0], policy=policy, keep=10, buffer=4), ids[:1, :40])
+    view, got = next((v, s) for v, s in found if not v.positions.equal(v.positions[:, :1].expand_as(v.positions)) and bool(v.real.all()))
+    norms, w = projections.value_norms(kvprobe.head_weights(llama[0], "O", view.layer), view.values)[0], 4
+    at = [{p: i for i, p in enumerate(view.positions[0, h].tolist())} for h in (0, 1)]
+    for h in (0, 1):
+        rows = torch.stack([(view.queries[0, 2 * h + g, -w:] @ view.keys[0, h].T * view.scaling).softmax(-1) for g in (0, 1)]).numpy()
+        worst = np.max([[(s := pooled(r, 5, "average")) * r.sum() / s.sum() for r in g] for g in rows], axis=(0, 1))
+        for p, i in at[h].items():
+            share = norms[h, i] / sum(norms[g, at[g][p]] for g in (0, 1) if p in at[g])
+            assert float(got[0, h, i]) == pytest.approx(max(worst[i], worst.mean()) * float(share), abs=1e-12)
+
+
 def test_flattened_example():
     """methods R13: four kept of two heads together."""
     got = allocation.flattened(torch.tensor([[3.0, 4, 5, 9999], [1, 1, 1, 9998]]), 4)
