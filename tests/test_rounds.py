@@ -348,9 +348,10 @@ def test_a_branch_cannot_be_pinned_after_a_round():
     assert cache.branch(2).batch == 2
 
 
+@pytest.mark.parametrize("levels", [4, 10**9])
 @pytest.mark.parametrize("surplus", [0, 1, 3, 10, 17, 19, 20])
-def test_who_goes_among_ties(surplus):
+def test_who_goes_among_ties(surplus, levels):
     """The lowest by (score, position), many or few of them, whichever side of the cut is looked for."""
-    score = torch.randint(0, 4, (3, 2, 20), generator=torch.Generator().manual_seed(surplus)).double()
+    score = torch.randint(0, levels, (3, 2, 20), generator=torch.Generator().manual_seed(surplus)).double()
     for row, gone in zip(score.flatten(0, 1).tolist(), evict.evicted(score, surplus).flatten(0, 1)):
         assert sorted(sorted(range(20), key=lambda i: (row[i], i))[:surplus]) == gone.nonzero().flatten().tolist()
