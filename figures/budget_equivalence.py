@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import equivalence, stats
-from kvprobe import suite_tables as tables
-from kvprobe.suite_orders import BASELINES, LORE_E, RANDOM
+from kvprobe import stats
+from kvprobe.metrics import equivalence
+from kvprobe.suite import tables
+from kvprobe.suite.orders import BASELINES, LORE_E, RANDOM
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -42,7 +43,7 @@ def draw(table: pd.DataFrame, manifest: dict):
     from matplotlib.lines import Line2D
 
     from kvprobe import plotting
-    from kvprobe import suite_drawing as drawing
+    from kvprobe.suite import drawing
 
     figure, axes = plotting.grid(13.8, 5.6, 1, 2)
     (left, right), curves, match = axes[0], table[table.part == "fidelity"], table[table.part == "match"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvprobe import suite_tables as tables
-from kvprobe.composition import CLASSES
+from kvprobe.suite import tables
+from kvprobe.metrics.composition import CLASSES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,7 +25,7 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 def draw(table: pd.DataFrame, manifest: dict):
     """A matplotlib Figure: a panel per metric, classes along x, a colour per criterion."""
     from kvprobe import plotting
-    from kvprobe import suite_drawing as drawing
+    from kvprobe.suite import drawing
 
     figure, axes = plotting.picture(13.4, 8.6, 2)
     names, shown = tables.ordered(table.arm), [c for c in CLASSES if c in set(table.cls)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvprobe import suite_tables as tables
-from kvprobe.suite_orders import LORE_E, WINDOW_ONLY
+from kvprobe.suite import tables
+from kvprobe.suite.orders import LORE_E, WINDOW_ONLY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,7 +30,7 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 def draw(table: pd.DataFrame, manifest: dict):
     """A matplotlib Figure: fidelity above, the gain below."""
     from kvprobe import plotting
-    from kvprobe import suite_drawing as drawing
+    from kvprobe.suite import drawing
 
     figure, (above, below) = plotting.picture(10.6, 7.6, 2, sharex=True, gridspec_kw=dict(height_ratios=(1.7, 1)))
     layers, mean, gain = (table[table.part == name] for name in ("fidelity", "mean", "gain"))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import suite_tables as tables
-from kvprobe.suite_orders import LORE_D, LORE_E, SINGLE, WINDOW_ONLY
+from kvprobe.suite import tables
+from kvprobe.suite.orders import LORE_D, LORE_E, SINGLE, WINDOW_ONLY
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +34,7 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 def draw(table: pd.DataFrame, manifest: dict):
     """A matplotlib Figure: energy by layer and as a map, gain by layer and as maps on one colour scale; missing cells are hatched."""
     from kvprobe import plotting
-    from kvprobe import suite_drawing as drawing
+    from kvprobe.suite import drawing
 
     tall = max(6.0, 0.19 * table.layer.nunique() + 3.4)
     figure, axes = plotting.grid(16.5, tall, 1, 6, gridspec_kw=dict(width_ratios=(1.3, 1.7, 1.3, 1, 1, 1)))

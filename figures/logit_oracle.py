@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvprobe import suite_tables as tables
+from kvprobe.suite import tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +46,7 @@ def draw(table: pd.DataFrame, manifest: dict):
 
 def _criteria(ax, part: pd.DataFrame) -> None:
     from kvprobe import plotting
-    from kvprobe.suite_drawing import STYLES
+    from kvprobe.suite.drawing import STYLES
 
     names, budgets = tables.ordered(part.arm), sorted(part["keep"].astype(int).unique())
     for k, keep in enumerate(budgets):

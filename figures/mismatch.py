@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe import stats
-from kvprobe import suite_tables as tables
-from kvprobe.suite_orders import LORE_E, WINDOW_ONLY
+from kvprobe.suite import tables
+from kvprobe.suite.orders import LORE_E, WINDOW_ONLY
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvprobe import suite_tables as tables
+from kvprobe.suite import tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,7 +71,7 @@ def _by_m(ax, every: pd.DataFrame) -> None:
 
 
 def _by_layer(ax, layers: pd.DataFrame, m: int) -> None:
-    from kvprobe.suite_drawing import layer_axis
+    from kvprobe.suite.drawing import layer_axis
 
     for (sets, form), (color, style) in ({("window", "union"): ("tab:orange", "-")} | SETS).items():
         own = layers[(layers.sets == sets) & (layers.form == form)].sort_values("layer")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvprobe import suite_tables as tables
-from kvprobe.suite_orders import ORACLE
+from kvprobe.suite import tables
+from kvprobe.suite.orders import ORACLE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +29,7 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 def draw(table: pd.DataFrame, manifest: dict):
     """A matplotlib Figure of four panels."""
     from kvprobe import plotting
-    from kvprobe import suite_drawing as drawing
+    from kvprobe.suite import drawing
 
     figure, axes = plotting.grid(13.2, 8.2, 2, 2)
     axes, curves, layers = [*axes[0], *axes[1]], table[table.part == "budget"], table[table.part == "layer"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import suite_tables as tables
+from kvprobe.suite import tables
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 def draw(table: pd.DataFrame, manifest: dict):
     """A matplotlib Figure: profiles and three maps."""
     from kvprobe import plotting
-    from kvprobe import suite_drawing as drawing
+    from kvprobe.suite import drawing
 
     figure, axes = plotting.grid(15.0, 12.0, 2, 2)
     profile, pairs = (table[table.part == name] for name in ("profile", "pair"))
@@ -53,7 +53,7 @@ def draw(table: pd.DataFrame, manifest: dict):
 def _handles(names) -> list:
     from matplotlib.lines import Line2D
 
-    from kvprobe.suite_drawing import STYLES
+    from kvprobe.suite.drawing import STYLES
 
     return [Line2D([], [], color=STYLES[n][0], ls=STYLES[n][1], label=n) for n in names]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import allocation, deletion, fidelity, lookahead
+from . import allocation, deletion, lookahead
+from .metrics import fidelity
 from .models import Model
 from .types import CacheView, Needs
 

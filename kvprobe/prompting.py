@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 
 from . import arms as arm_module
-from . import fidelity, registry, tasks
+from . import registry, tasks
+from .metrics import fidelity
 from .comparing import Gather, eviction_seed
 from .types import Needs, Plan
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from . import coverage, deletion
+from . import deletion
+from .metrics import coverage
 from .policies import lore
 
 if TYPE_CHECKING:

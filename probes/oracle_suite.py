@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvprobe import stats, tasks
 from kvprobe.prompting import COMMON, Prompt, names, numbers, per_prompt
-from kvprobe.suite_orders import ORACLE, RANDOM, Ranked, arms
-from kvprobe.suite_tables import report_table  # noqa: F401
+from kvprobe.suite.orders import ORACLE, RANDOM, Ranked, arms
+from kvprobe.suite.tables import report_table  # noqa: F401
 from kvprobe.walking import Walking
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Session(Walking):
 
     @property
     def bytes_needed(self) -> int:
-        from kvprobe import suite_pieces
+        from kvprobe.suite import pieces as suite_pieces
 
         g, longest = self.model.geometry, max(len(t.ids) for t in self.tasks)
         rows = len(self.arms) * len(g.kv_layers) * (2 * g.n_kv + 2) + 50 * len(self.arms) * len(self.config.budgets) + 5 * self._deletions + 50 * len(g.kv_layers) * self.config.sampling_seeds * self.particles
@@ -151,7 +151,7 @@ class Session(Walking):
         """Rows and pieces of one prompt."""
         import torch
 
-        from kvprobe import suite_answers, suite_orders, suite_pieces
+        from kvprobe.suite import answers as suite_answers, orders as suite_orders, pieces as suite_pieces
 
         with torch.no_grad():
             prompt = self.read(batch)
@@ -163,7 +163,7 @@ class Session(Walking):
         return self._chance(prompt) + out, pieces, [[a.name, a.draw] for a in ranked.arms]
 
     def _measured(self, prompt: Prompt, ranked: Ranked, said):
-        from kvprobe import suite_answers, suite_deletions, suite_rows
+        from kvprobe.suite import answers as suite_answers, deletions as suite_deletions, rows as suite_rows
 
         c = self.config
         generated = said.cache if c.fidelity_over == "all" else None
@@ -188,7 +188,7 @@ class Session(Walking):
         return dataclasses.replace(oracle.ANALYSIS, form=self.config.form)
 
     def _chance(self, prompt: Prompt) -> list[dict]:
-        from kvprobe import fidelity
+        from kvprobe.metrics import fidelity
         from kvprobe.prompting import CHANCE, METRICS
 
         held, out = len(self._protected(prompt.ids)), []
@@ -198,7 +198,7 @@ class Session(Walking):
         return out
 
     def report(self, rows: pd.DataFrame, folder):
-        from kvprobe import suite_tables
+        from kvprobe.suite import tables as suite_tables
         from kvprobe.prompting import CHANCE
         from kvprobe.runner import Check, Report
 

@@ -14,10 +14,11 @@ import scipy.special
 import scipy.stats
 import torch
 
-from kvprobe import composition, coverage, deletion, divergence, equivalence, layer_maps, ranking
+from kvprobe import deletion
+from kvprobe.metrics import composition, coverage, divergence, equivalence, layer_maps, ranking
 
 L, B, HQ, HKV, T, D, W, M, N = 2, 2, 4, 2, 3, 5, 4, 3, 12
-WORKED = {"coverage": 5, "ranking": 6, "composition": 2, "layer_maps": 3, "equivalence": 2, "divergence": 2}
+WORKED = {"coverage": 5, "fidelity": 3, "ranking": 6, "composition": 2, "layer_maps": 3, "equivalence": 2, "divergence": 2}
 """Docstrings with a worked example."""
 
 
@@ -27,7 +28,7 @@ def drawn(*shape, seed=0):
 
 @pytest.mark.parametrize("name", WORKED)
 def test_worked_examples(name):
-    module = importlib.import_module(f"kvprobe.{name}")
+    module = importlib.import_module(f"kvprobe.metrics.{name}")
     tests = [t for t in doctest.DocTestFinder().find(module) if t.examples]
     assert len(tests) >= WORKED[name]
     runner = doctest.DocTestRunner()

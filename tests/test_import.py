@@ -37,3 +37,7 @@ def test_unknown_names_are_attribute_errors():
         assert "nothing" in str(error)
     else:
         raise AssertionError("an unknown attribute was found")
+
+
+def test_metrics_by_subject_are_found_from_the_package():
+    assert run("import kvprobe.metrics as m, sys; print('torch' in sys.modules, [m.__dict__.get(n, getattr(m, n)).__name__ for n in m._MODULES][0], 'torch' in sys.modules)") == "False kvprobe.metrics.coverage True"

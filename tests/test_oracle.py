@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kvprobe
-from kvprobe import deletion, engine, fidelity, lookahead, oracle
+from kvprobe import deletion, engine, lookahead, oracle
+from kvprobe.metrics import fidelity
 from kvprobe.eviction_cache import EvictionCache
 from kvprobe.pins import SinkPin, SpanPin, WindowPin
 from kvprobe.policies import keydiff, random

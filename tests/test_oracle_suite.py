@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import kvprobe
-from kvprobe import fidelity, oracle, runner, suite_answers, suite_deletions, suite_orders, suite_pieces, suite_rows, suite_tables
+from kvprobe import oracle, runner
+from kvprobe.metrics import fidelity
+from kvprobe.suite import answers as suite_answers, deletions as suite_deletions, orders as suite_orders, pieces as suite_pieces, rows as suite_rows, tables as suite_tables
 from kvprobe.models import load
 from kvprobe.prompting import CHANCE, Prompting
 from kvprobe.probes import oracle_suite as module
@@ -361,7 +363,7 @@ def test_mismatch_is_gain_against_coverage(run):
 
 
 def test_budget_equivalence_is_that_of_means_over_prompts(run):
-    from kvprobe import equivalence
+    from kvprobe.metrics import equivalence
     from kvprobe.figures import budget_equivalence
 
     table = budget_equivalence.reduce(run.rows, run.manifest)

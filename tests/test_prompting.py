@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import kvprobe
-from kvprobe import fidelity, lookahead, oracle, prompting, registry
+from kvprobe import lookahead, oracle, prompting, registry
+from kvprobe.metrics import fidelity
 from kvprobe.compression import compress
 from kvprobe.models import load
 from kvprobe.prompting import CHANCE, COMMON, Arm, Prompting, arm, build_tasks, per_prompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .suite_orders import ANDPRO, ATTENTION, CRITICAL, LORE_D, LORE_E, ORACLE, RANDOM, SINGLE, WINDOW_ONLY
+from .orders import ANDPRO, ATTENTION, CRITICAL, LORE_D, LORE_E, ORACLE, RANDOM, SINGLE, WINDOW_ONLY
 
 if TYPE_CHECKING:
     import pandas as pd

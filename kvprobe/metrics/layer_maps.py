@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import deletion, fidelity
+from .. import deletion
+from . import fidelity
 
 ANALYSIS = deletion.Cost(form="magnitude")
 """Eq. 12; the square of eq. 6 changes the scale and the shares."""

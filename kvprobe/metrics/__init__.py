@@ -1,14 +1,31 @@
-"""Numbers from rows: pure functions of arrays, each with the estimator it is."""
+"""Metrics: pure functions of arrays and tensors, each with a worked example.
+
+Here: numbers from rows, each with the estimator it is. One module per subject beside them, loaded when it is asked for (they need torch):
+coverage (and mismatch), fidelity (Recall@B, output error), ranking (top-B overlap, Spearman), composition (enrichment by class of token),
+layer_maps (perturbation energy, gain by head), equivalence (budgets that match), divergence (KL along a text).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module as _import
 
 import numpy as np
 
 from kvprobe.stats import REPLICATES, Estimate, bootstrap, difference, mean, ratio
 
 __all__ = ["REPLICATES", "Estimate", "bootstrap", "difference", "mean", "recall_gain", "recallable", "survival"]
+_MODULES = ("coverage", "fidelity", "ranking", "composition", "layer_maps", "equivalence", "divergence")
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return _import(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return [*__all__, *_MODULES]
 
 
 def recall_gain(logp: np.ndarray, deleted: np.ndarray, kept: np.ndarray, seed: int = 0, replicates: int = REPLICATES,

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import stats
-from .suite_orders import CRITERIA
+from .. import stats
+from .orders import CRITERIA
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -83,7 +83,7 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
 def deletions(rows: pd.DataFrame) -> pd.DataFrame:
     """One row per deletion: instance, position, sample, layer and head of a single site, true costs and predictions as columns; none where nothing was deleted."""
-    from .suite_deletions import PREDICTORS
+    from .deletions import PREDICTORS
 
     if "sample" not in rows:
         return rows.iloc[:0].assign(sample=None)
@@ -96,7 +96,7 @@ def predictions(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
     """Spearman's rho of a prediction and a true cost over the deletions of a prompt, the mean over prompts: per predictor, cost, and kind (all sites: the even sample; one site)."""
     import pandas as pd
 
-    from .suite_deletions import PREDICTORS
+    from .deletions import PREDICTORS
 
     made, out = deletions(rows), []
     kinds = {"all sites at once": made[made["sample"] == "even"], "one site": made[made["sample"].astype(str).str.startswith("site")]}
@@ -123,7 +123,7 @@ def text(rows: pd.DataFrame, manifest: dict) -> str:
 
 def about(manifest: dict, *facts: str) -> str:
     """Two lines for a figure's footer."""
-    from .prompting import about as told
+    from ..prompting import about as told
 
     s = manifest["settings"]
     over = "the prompt's keys" if s["fidelity_over"] == "prompt" else "the prompt's and the generated keys"

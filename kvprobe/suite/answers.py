@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .divergence import kl_by_token
-from .prompting import TOGETHER, Prompt
-from .suite_orders import Ranked
-from .suite_rows import of_arm, row
+from ..metrics.divergence import kl_by_token
+from ..prompting import TOGETHER, Prompt
+from .orders import Ranked
+from .rows import of_arm, row
 
 
 def holding(prompt: Prompt, kept: Tensor, keep: int):
     """A cache whose rows hold kept sets [l a hkv n] of `keep` entries per site."""
-    from .lookahead import NEVER
-    from .oracle import Given
+    from ..lookahead import NEVER
+    from ..oracle import Given
 
     cache = prompt.cache.branch(kept.shape[1], plan=dataclasses.replace(NEVER, keep=keep), policy=Given())
     cache.evict_now(dict(zip(cache.geometry.kv_layers, kept.to(torch.float32))))
@@ -59,7 +59,7 @@ class Full:
 
 def full(model, prompt: Prompt) -> Full:
     """The full cache, fed its own greedy continuation."""
-    from .lookahead import spare
+    from ..lookahead import spare
 
     cache = spare(prompt.cache)
     return Full(follow(model, cache, prompt)[0], cache)

@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from . import fidelity, oracle
+from .. import oracle
+from . import fidelity
 
 
 def overlap(a: Tensor, b: Tensor, keep: int, protected: Tensor | None = None, real: Tensor | None = None) -> tuple[Tensor, Tensor]:

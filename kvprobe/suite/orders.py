@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import allocation
-from .prompting import Arm, Prompt, arm
-from .walking import Walking
+from .. import allocation
+from ..prompting import Arm, Prompt, arm
+from ..walking import Walking
 
 ORACLE, RANDOM, WINDOW_ONLY, SINGLE, LORE_E, LORE_D = "oracle", "random", "window only", "single continuation", "LORE /E", "LORE /D"
 ATTENTION, CRITICAL, ANDPRO = "window attention", "CriticalKV", "AnDPro"
@@ -26,7 +26,7 @@ BASELINES = (ATTENTION, CRITICAL, ANDPRO, WINDOW_ONLY)
 
 def arms(config, model) -> list[Arm]:
     """Every criterion at the main budget, those that sample or draw once per sampling seed; chunk 1 and uniform budgets in all."""
-    from .oracle import Given
+    from ..oracle import Given
 
     w, ahead = config.window, dict(t=config.t, form=config.form, chunk=1)
     made = {
@@ -75,8 +75,8 @@ class Watched:
 
 def order(session: Walking, prompt: Prompt, a: Arm) -> Order:
     """The arm's order of the prompt's entries; nothing is left evicted."""
-    from .oracle import Given
-    from .policies import lore
+    from ..oracle import Given
+    from ..policies import lore
 
     protected, layers = prompt.truth.protected, prompt.cache.geometry.kv_layers
     if isinstance(a.policy, Given):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import deletion, oracle
-from .divergence import kl_by_token
-from .prompting import Prompt
-from .suite_answers import Full, follow, targets
-from .types import Needs
+from .. import deletion, oracle
+from ..metrics.divergence import kl_by_token
+from ..prompting import Prompt
+from .answers import Full, follow, targets
+from ..types import Needs
 
 ROWS = 8
 """Most deletions in one batch: each takes a copy of the prompt's cache for a moment."""
@@ -82,7 +82,7 @@ def shortened(prompt: Prompt, future: int) -> Prompt:
 
 def deleted(prompt: Prompt, targets: list[Target]):
     """A cache with a row per deletion."""
-    from .lookahead import NEVER
+    from ..lookahead import NEVER
 
     n = len(prompt.ids)
     cache = prompt.cache.branch(len(targets), plan=dataclasses.replace(NEVER, keep=n - 1), policy=Delete())
@@ -98,7 +98,7 @@ def deleted(prompt: Prompt, targets: list[Target]):
 
 def rows(session, prompt: Prompt, said: Full) -> Iterator[dict]:
     """True costs and predictions of every deletion; and the noise, the KL of a batch that deletes nothing."""
-    from .lookahead import spare
+    from ..lookahead import spare
 
     c, layers = session.config, prompt.cache.geometry.kv_layers
     prompt = shortened(prompt, c.deletion_future)

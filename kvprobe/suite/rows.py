@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import coverage, fidelity, ranking
-from .composition import classes, composition
-from .prompting import Prompt
-from .suite_orders import ORACLE, Ranked
+from ..metrics import coverage, fidelity, ranking
+from ..metrics.composition import classes, composition
+from ..prompting import Prompt
+from .orders import ORACLE, Ranked
 
 UNITS = {"recall": "fraction", "recall_free": "fraction", "error": "1 - cosine", "logp": "nats", "retrieved": "fraction", "kl": "nats per token", "coverage": "cosine", "overlap": "fraction",
          "overlap_free": "fraction", "spearman": "rho", "fraction": "fraction", "enrichment": "ratio", "share": "share of the score", "energy": "output norm", "energy_free": "output norm",
@@ -132,7 +132,7 @@ def profiles(prompt: Prompt, ranked: Ranked) -> Iterator[dict]:
 
 def composed(model, prompt: Prompt, ranked: Ranked, keep: int, window: int) -> Iterator[dict]:
     """Share retained and enrichment of each class of tokens (Fig. 11), and what share of the prompt it is."""
-    from .compression import structural
+    from ..compression import structural
 
     made = classes(prompt.task, len(prompt.ids), structural(model, prompt.ids.tolist()), window=window)
     kept = ranked.kept(keep)
@@ -146,8 +146,8 @@ def composed(model, prompt: Prompt, ranked: Ranked, keep: int, window: int) -> I
 
 def energies(model, prompt: Prompt, cost) -> Iterator[dict]:
     """Perturbation energy on the future's queries: per query head over all entries (Fig. 12), per KV head over the candidates."""
-    from .layer_maps import energy
-    from .oracle import _gram
+    from ..metrics.layer_maps import energy
+    from ..oracle import _gram
 
     cache, truth = prompt.cache, prompt.truth
     by = truth.ahead.valid.double() / truth.ahead.valid.sum(-1, keepdim=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .tasks import Span, Task
+    from ..tasks import Span, Task
 
 CLASSES = ("sink", "recent", "structural", "evidence", "answer", "other")
 """In the order in which a token is claimed: the first class that fits has it, so that classes are disjoint and fill the prompt."""
