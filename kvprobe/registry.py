@@ -54,8 +54,16 @@ def find(kind: str, name: str) -> ModuleType:
     if name.endswith(".py"):
         return _from_file(kind, Path(name))
     if name not in names(kind):
-        raise ValueError(f"{kind} {name!r} is unknown; known: {', '.join(names(kind))}, or the path of a .py file")
+        raise ValueError(f"{kind} {name!r} is unknown; {_elsewhere(name)}known: {', '.join(names(kind))}, or the path of a .py file")
     return importlib.import_module(f"{FOLDERS[kind]}.{name}")
+
+
+def _elsewhere(name: str) -> str:
+    """What a name is that was looked for in the wrong place: the figures of a suite are easily taken for probes."""
+    kind = next((k for k in FOLDERS if name in names(k)), None)
+    if kind == "figure":
+        return f"it is a figure, which `kvprobe run {find('figure', name).READS}` draws; "
+    return "" if kind is None else f"it is a {kind}; "
 
 
 def _from_file(kind: str, path: Path) -> ModuleType:

@@ -138,3 +138,10 @@ def test_traces_are_written_and_usable_as_filler(capsys, tmp_path):
     code, _, err = call(capsys, "traces", "--out", "t.jsonl", "--model", "tiny", "--n", "2", "--max-new-tokens", "20", "--batch-size", "2")
     assert code == 1 and "passed the screen" in err and not Path("t.jsonl").exists()
     assert call(capsys, "traces", "--out", "t.txt")[0] == 1
+
+
+def test_a_figure_taken_for_a_probe_is_told_where_it_is_drawn(capsys):
+    assert cli.main(["run", "query_coverage"]) == 1
+    told = capsys.readouterr().err
+    assert "it is a figure, which `kvprobe run oracle_suite` draws" in told
+    assert cli.main(["run", "snapkv"]) == 1 and "it is a policy; known" in capsys.readouterr().err
