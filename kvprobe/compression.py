@@ -19,7 +19,7 @@ from .eviction_cache import EvictionCache
 from .keeplog import KeepLog
 from .lookahead import Lookahead
 from .models import Model, prepare
-from .pins import Pin, SinkPin, SpanPin, WindowPin
+from .pins import Pin, SinkPin, SpanPin, WindowPin, check_fits
 from .types import Plan
 
 WINDOW = 32
@@ -134,6 +134,8 @@ def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_rati
     chosen = registry.make_policy(_at_prompt_end(registry.make_policy(policy, policy_options), protect_window), None, model)
     common = tuple(pins) + ((SinkPin(protect_first),) if protect_first else ()) + ((WindowPin(protect_window),) if protect_window else ())
     row_pins = [tuple(SpanPin(a, z, elsewhere="free") for a, z in structural(model, row)) if protect_structural else () for row in rows]
+    for row, own in zip(rows, row_pins):
+        check_fits(common + own, model.geometry, plan, len(row))
     cache = EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins,
                           instances=generation._instances(instances, len(rows)), seed=seed, rotate=rotation(model, positions))
     return _run(model, cache, chosen, rows, seed, None if future is None else _looked(chosen, future, model, rows))

@@ -84,21 +84,28 @@ def check(pins: Iterable[Pin], geometry: Geometry) -> None:
             geometry.check_site(layer, head)
 
 
-def check_fits(pins: Sequence[Pin], geometry: Geometry, plan: Plan) -> None:
-    """Raise ValueError where pins contradict each other or hold more than `keep` at a site, as far as it is known before a run."""
+def check_fits(pins: Sequence[Pin], geometry: Geometry, plan: Plan, length: int | None = None) -> None:
+    """Raise ValueError where pins contradict each other or hold more than `keep` at a site, as far as it is known before a run.
+
+    length: of the prompt where all evicting is done at its end, so that everything is known; None: a window that moves on while
+    text is written stands apart from every span sooner or later, while one at a prompt's unknown end may lie over them.
+    """
     for site in {(layer, head) for layer in geometry.kv_layers for head in range(geometry.n_kv)}:
         held, banned, moving = set(), set(), 0
         for pin in pins:
             inside = pin.sites is None or site in pin.sites
-            if isinstance(pin, WindowPin):
-                moving = max(moving, pin.n - plan.buffer)  # the buffer is never evicted anyway
-            elif not isinstance(pin, PromptPin):
-                span = range(*pin.interval(0, 0))
-                (held if inside else banned if pin.elsewhere == "ban" else set()).update(span)
+            if length is not None:
+                span = range(*(min(p, length) for p in pin.interval(length, length)))
+            elif isinstance(pin, WindowPin):
+                moving, span = max(moving, pin.n - plan.buffer), range(0)  # the buffer is never evicted anyway
+            else:
+                span = range(0) if isinstance(pin, PromptPin) else range(*pin.interval(0, 0))
+            (held if inside else banned if pin.elsewhere == "ban" else set()).update(span)
         if held & banned:
             raise ValueError(f"two pins disagree about position {min(held & banned)} at layer {site[0]}, KV head {site[1]}: one holds it, one bans it")
-        if len(held) + moving > plan.keep and not plan.pins_free:
-            raise ValueError(f"keep={plan.keep} cannot hold {len(held) + moving} pinned entries of layer {site[0]}, KV head {site[1]}")
+        count = max(len(held), moving) if plan.schedule == "prompt_end" else len(held) + moving
+        if count > plan.keep and not plan.pins_free:
+            raise ValueError(f"keep={plan.keep} cannot hold {count} pinned entries of layer {site[0]}, KV head {site[1]}")
 
 
 class PinTable:

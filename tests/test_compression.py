@@ -194,6 +194,15 @@ def test_structural_tokens_stay(llama, ids, monkeypatch):
     assert bool((free.kept == 14 + 8).all())
 
 
+def test_protected_entries_that_overlap_are_counted_once(llama, ids, monkeypatch):
+    """A chat's last delimiters stand in the protected window: what fits is refused by no sum."""
+    monkeypatch.setattr(module, "structural", lambda model, row: [(7, 9), (N - 4, N - 1)])
+    made = compress(llama[0], ids[:1, :N], policy="random", keep=7, protect_window=4)
+    assert all(set(held) == {0, 7, 8, *range(N - 4, N)} for held in kept(made).values())
+    with pytest.raises(ValueError, match="keep=6 cannot hold 7 pinned"):
+        compress(llama[0], ids[:1, :N], policy="random", keep=6, protect_window=4)
+
+
 @pytest.mark.model
 def test_seen_and_unseen():
     """A question that scoring may see is inside the cut; one that it must not see cannot move what is kept."""
@@ -208,7 +217,8 @@ def test_seen_and_unseen():
 
 @pytest.mark.parametrize("bad, say", [
     (dict(keep=4, protect_window=8), "cannot hold"), (dict(keep=None), "keep"), (dict(keep=10, keep_ratio=0.5), "not both"), (dict(keep=10, policy="nonsense"), "unknown"),
-    (dict(keep=10, question="?"), "texts"), (dict(keep=10, positions="x"), "positions")])
+    (dict(keep=10, question="?"), "texts"), (dict(keep=10, positions="x"), "positions"),
+    (dict(keep=10, pins=[kvprobe.SpanPin(N - 2, N, frozenset({(0, 0)}))]), f"two pins disagree about position {N - 2} "), (dict(keep=10, pins=[kvprobe.PromptPin()]), f"cannot hold {N}")])
 def test_refused_before_any_work(llama, ids, bad, say, monkeypatch):
     monkeypatch.setattr(llama[0].model, "forward", lambda *a, **k: pytest.fail("worked"))
     with pytest.raises(ValueError, match=say):
