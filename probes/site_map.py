@@ -172,7 +172,8 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     def text(r, key):
         if np.isnan(r[key]):
             return "n/a"
-        return stats.Estimate(r[key], r[f"{key}_low"], r[f"{key}_high"], r["n"]).text() + f", sd {r[f'{key}_sd']:.2f}"
+        told = stats.Estimate(r[key], r[f"{key}_low"], r[f"{key}_high"], r["n"]).text()
+        return told if np.isnan(r[f"{key}_sd"]) else told + f", sd {r[f'{key}_sd']:.2f}"  # one instance has none
 
     return pd.DataFrame({"place": s.place, "n": s.n, "R gained, kept there alone [95 %]": [text(r, "gained") for _, r in s.iterrows()],
                          "R lost, ablated there [95 %]": [text(r, "lost") for _, r in s.iterrows()]})
