@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 SHOWN = (orders.ORACLE, orders.LORE_E, orders.WINDOW_ONLY, orders.RANDOM)
 """The criteria of an example: the ceiling, window and continuations, the window alone, the floor."""
+AGREE = {(False, False): ("kept by neither", "0.75"), (True, False): ("only by the criterion", "tab:orange"), (False, True): ("only by the oracle", "tab:red"),
+         (True, True): ("kept by both", "tab:green")}
+"""(kept by a criterion, kept by the oracle) -> label, colour."""
 SETS = {"window": ("tab:orange", "o"), "continuations": ("tab:blue", "s"), "future": ("tab:red", "*")}
 
 
@@ -74,7 +77,8 @@ class Example:
     protected: Tensor
 
     def __repr__(self) -> str:
-        return f"{self._title}; {int(self.protected.sum())} entries protected, a future of {len(self.ahead)} tokens, {len(self.continued)} continuations of at most {self.continued.shape[1]}"
+        held, (m, t) = int(self.protected.sum()), self.continued.shape
+        return f"{self._title}; {held} entries protected, a future of {len(self.ahead)} tokens, {m} continuations of at most {t}"
 
     @property
     def n(self) -> int:
@@ -102,8 +106,8 @@ class Example:
         """Coverage of the future's queries (eq. 13, this head alone): the window, the first M continuations, and both; mixture and union."""
         import pandas as pd
 
-        here, all_ = {self.layer: self.future[None, None]}, torch.ones(1, len(self.future), dtype=torch.bool)
-        near = coverage.measure(here, all_, {self.layer: self.window[None, None]}, None, {self.layer: self.continuations[None, :, None]}, self.written[None])
+        ahead, window, looked = ({self.layer: x} for x in (self.future[None, None], self.window[None, None], self.continuations[None, :, None]))
+        near = coverage.measure(ahead, torch.ones(1, len(self.future), dtype=torch.bool), window, None, looked, self.written[None])
         out = [("window", 0, *[float(near.coverage("window"))] * 2)]
         for m in (2**i for i in range(len(self.continued).bit_length())):
             out += [(s, m, *(float(near.coverage(s, form, m)) for form in ("mixture", "union"))) for s in ("continuations", "both")]
@@ -113,12 +117,14 @@ class Example:
         """Figure: the unit-normalised queries in their first two principal components (after LORE Fig. 1a)."""
         from sklearn.decomposition import PCA
 
-        sets = {name: torch.nn.functional.normalize(x, dim=-1).numpy() for name, x in (("window", self.window), ("continuations", self.continuations[self.written]), ("future", self.future))}
+        sets = dict(zip(SETS, (self.window, self.continuations[self.written], self.future)))
+        sets = {name: torch.nn.functional.normalize(x, dim=-1).numpy() for name, x in sets.items()}
         fitted = PCA(2, svd_solver="full").fit(np.concatenate(list(sets.values())))
         figure, ax = plotting.picture(8.2, 4.8)
         for name, (color, marker) in SETS.items():
             at = fitted.transform(sets[name])
-            ax.scatter(at[:, 0], at[:, 1], color=color, marker=marker, s=80 if marker == "*" else 30, alpha=0.75, lw=0, label=f"{name} ({len(at)} queries)")
+            size = 80 if marker == "*" else 30
+            ax.scatter(at[:, 0], at[:, 1], color=color, marker=marker, s=size, alpha=0.75, lw=0, label=f"{name} ({len(at)} queries)")
         x, y = fitted.explained_variance_ratio_
         ax.set(xlabel=f"first component of unit queries ({x:.0%} of variance)", ylabel=f"second component ({y:.0%} of variance)")
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
@@ -131,17 +137,21 @@ class Example:
         return weights(self.future[None, None], self.keys[None, None], None, self.scaling).reshape(len(self.future), self.n)
 
     def costs(self, eps: float = oracle.ANALYSIS.eps) -> Tensor:
-        """[t n]: what deleting each entry costs each query of the future in this head, by the closed form of eq. 12 [norm in the residual stream]."""
+        """[t n]: what deleting each entry costs each query of the future in this head, by the closed form of eq. 12.
+
+        In norms of what the head adds to the residual stream.
+        """
         sets = {str(i): own for i, own in enumerate(torch.eye(len(self.future), dtype=torch.bool))}
-        found = deletion.by_set(self.future[None, None], self.keys[None, None], self.values[None, None], self.scaling, sets, deletion.gram(self.output[None]), cost=replace(oracle.ANALYSIS, eps=eps))
+        ask, keys, values = (x[None, None] for x in (self.future, self.keys, self.values))
+        found = deletion.by_set(ask, keys, values, self.scaling, sets, deletion.gram(self.output[None]), cost=replace(oracle.ANALYSIS, eps=eps))
         return torch.stack([found[name][0, 0] for name in sets])
 
     def deleted(self, step: int = 0, top: int = 6) -> pd.DataFrame:
         """The entries that a query of the future attends to most, each deleted by itself: the change of what the head adds to the residual stream.
 
-        Computed directly (leave it out, renormalise, project, take the norm of the difference) and by the closed form a / (1 - a + eps) |(v - o) W_O|, with eps = 0;
-        the paper's 1e-6 guards an entry that has all attention. Entries by attention; the last column says how large the head's output is beside the change.
-        Raises ValueError for a step that the future does not have.
+        Computed directly (leave it out, renormalise, project, take the norm of the difference) and by the closed form
+        a / (1 - a + eps) |(v - o) W_O|, with eps = 0 (the paper's 1e-6 guards an entry that has all attention). The last column is the
+        change over the norm of the head's whole output. Raises ValueError for a step that the future does not have.
         """
         import pandas as pd
 
@@ -154,7 +164,8 @@ class Example:
             rest[i] = 0.0
             direct = float((rest / rest.sum() @ self.values @ self.output - full).norm())
             out.append((i, self._token(i), float(a[i]), direct, float(closed[i]), abs(float(closed[i]) / direct - 1), direct / float(full.norm())))
-        return pd.DataFrame(out, columns=["position", "token", "attention", "directly", "closed form", "relative difference", "over the output's norm"])
+        columns = ["position", "token", "attention", "directly", "closed form", "relative difference", "over the output's norm"]
+        return pd.DataFrame(out, columns=columns)
 
     def attention_figure(self):
         """Figure: attention of every query of the future over the prompt, and below it, by position, its mean and the mean cost of deletion."""
@@ -170,41 +181,43 @@ class Example:
         low.plot(a.mean(0), color="tab:green", lw=0.9, label="attention [share]")
         low.plot(costs.mean(0), color="0.1", lw=0.9, label="cost of deletion [norm in the residual stream]")
         low.set(yscale="log", xlabel="position in the prompt [tokens]", ylabel="mean over the future's queries", xlim=(-0.5, self.n - 0.5), ylim=(1e-6, None))
-        for name, color, (a_, z) in (("statement asked for", "tab:red", self.task.spans["evidence"][0]), ("window (protected)", "tab:orange", (self.n - len(self.window), self.n))):
-            low.axvspan(a_ - 0.5, z - 0.5, color=color, alpha=0.2, lw=0, label=name)
+        marked = {"statement asked for": ("tab:red", self.task.spans["evidence"][0]), "window (protected)": ("tab:orange", (self.n - len(self.window), self.n))}
+        for name, (color, (first, stop)) in marked.items():
+            low.axvspan(first - 0.5, stop - 0.5, color=color, alpha=0.2, lw=0, label=name)
         figure.legend(*low.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
         return self._finish(figure, "What the future reads in the prompt")
 
     # -- the order of the entries ------------------------------------------------------------------------------------------
 
     def ranking(self, top: int = 12) -> pd.DataFrame:
-        """The candidates of highest oracle score S*: this head's mean cost, S* (mean over the query heads that share the KV head), and their rank by each criterion, 0 first.
+        """The candidates of highest oracle score: this head's mean cost, S* (the mean over the query heads that share the KV head), and ranks.
 
-        Ranks are among the candidates; those of criteria that draw are of the first draw.
+        A rank is the place among the candidates by a criterion, 0 first, under the first draw of those that draw.
         """
         import pandas as pd
 
         own, score = self.costs().mean(0), self.scores[orders.ORACLE][0]
         ranks = {name: self._ranks(name)[0] - int(self.protected.sum()) for name in SHOWN}
         best = ranks[orders.ORACLE].masked_fill(self.protected, self.n).argsort()[:top].tolist()
-        return pd.DataFrame([dict(position=i, token=self._token(i), cost=float(own[i]), score=float(score[i])) | {f"rank: {name}": int(ranks[name][i]) for name in SHOWN} for i in best]).rename(columns=dict(cost="this head", score="S*"))
+        rows = [{"position": i, "token": self._token(i), "this head": float(own[i]), "S*": float(score[i])} for i in best]
+        return pd.DataFrame([row | {f"rank: {name}": int(ranks[name][row["position"]]) for name in SHOWN} for row in rows])
 
     def order_figure(self):
-        """Figure: every candidate's oracle score against its score by the window alone and by LORE /E, what each keeps at the main budget, and Spearman's rho."""
+        """Figure: every candidate's oracle score against its scores by the window alone and by LORE /E, with what each keeps, and Spearman's rho."""
         kept, keep = self.kept(), self.config.budget
         figure, axes = plotting.grid(10.5, 4.8, 1, 2, sharey=True)
         truth, free = self.scores[orders.ORACLE][0].clamp(min=1e-12), ~self.protected
         for ax, name in zip(axes[0], (orders.WINDOW_ONLY, orders.LORE_E)):
             mine = self.scores[name][0].clamp(min=1e-12)
-            for label, color, both in (("kept by neither", "0.75", (False, False)), ("only by the criterion", "tab:orange", (True, False)), ("only by the oracle", "tab:red", (False, True)), ("kept by both", "tab:green", (True, True))):
-                at = free & (kept[name] == both[0]) & (kept[orders.ORACLE] == both[1])
+            for (by_it, by_oracle), (label, color) in AGREE.items():
+                at = free & (kept[name] == by_it) & (kept[orders.ORACLE] == by_oracle)
                 ax.scatter(mine[at], truth[at], s=16, color=color, lw=0, label=label if name == orders.LORE_E else None)
             rho = float(ranking.spearman(mine, truth, self.protected))
             ax.set(xscale="log", yscale="log", xlabel=f"score by {name} [norm in the residual stream]")
             ax.set_title(f"{name}: Spearman's rho {rho:.2f}", fontsize=10)
         axes[0][0].set_ylabel("oracle score S* [norm in the residual stream]")
-        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8, title=f"at B = {keep}, protected entries left out", title_fontsize=8)
-        plotting.footer(figure, "scores of the KV head, means over its query heads; first draw of continuations; scores below 1e-12 are drawn there")
+        said = f"scores of the KV head (mean over its query heads), first draw of continuations, below 1e-12 drawn there; kept at B = {keep}, protected entries left out"
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8, title=said, title_fontsize=8)
         return self._finish(figure, f"{int(free.sum())} candidates by what their deletion costs")
 
     # -- what is kept, and what that does to the output --------------------------------------------------------------------
@@ -217,7 +230,7 @@ class Example:
         return {name: x[0] for name, x in self._kept(self.config.budget if keep is None else keep).items()}
 
     def kept_text(self, keep: int | None = None) -> str:
-        """What each criterion keeps beside the protected entries, in order, dots for all that stands between; and how much of the statement asked for."""
+        """What each criterion keeps beside the protected entries, dots for all that stands between; and how much of the statement asked for."""
         lines, (a, z) = [], self.task.spans["evidence"][0]
         for name, mask in self.kept(keep).items():
             free = mask & ~self.protected
@@ -226,7 +239,7 @@ class Example:
         return "\n".join(lines)
 
     def recall(self, budgets: Sequence[int]) -> pd.DataFrame:
-        """Recall@B (eq. 14) by criterion and budget, over all B entries and over the free slots; means over draws, and what a uniform draw has on average (closed form)."""
+        """Recall@B (eq. 14) by criterion and budget, over all B entries and over the free slots: means over draws, and a uniform draw's by closed form."""
         import pandas as pd
 
         out = {}
@@ -239,7 +252,7 @@ class Example:
         return pd.DataFrame(out)
 
     def errors(self, budgets: Sequence[int]) -> pd.DataFrame:
-        """arm, keep, value: output error (eq. 15, 1 - mean cosine over the future's queries) of this query head, the mean over draws; low, high: their range."""
+        """arm, keep, value: output error (eq. 15, 1 - mean cosine over the future's queries) of this head, the mean over draws; low, high: their range."""
         import pandas as pd
 
         ask, own, out = self.future[None, None], (self.keys[None, None], self.values[None, None], self.scaling), []
@@ -259,7 +272,9 @@ class Example:
         drawing.budget_axis(ax, budgets)
         ax.set(ylabel="output error [1 - cosine]", ylim=(0, None))
         drawing.legend(figure, SHOWN)
-        plotting.footer(figure, f"{int(self.protected.sum())} protected entries inside B; mean over the {len(self.future)} queries of the greedy future; {orders.LORE_E} and {orders.RANDOM}: mean and range of {int(table.draws.max())} draws")
+        over = f"mean over the {len(self.future)} queries of the greedy future"
+        drew = f"{orders.LORE_E} and {orders.RANDOM}: mean and range of {int(table.draws.max())} draws"
+        plotting.footer(figure, f"{int(self.protected.sum())} protected entries inside B; {over}; {drew}")
         return self._finish(figure, "Output error of what each criterion keeps")
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
@@ -290,7 +305,8 @@ class Example:
         return figure
 
 
-def read(model: Model, task: Task, layer: int, q_head: int, *, budget: int = 64, window: int = 32, m: int = 4, t: int = 8, future: int = 32, draws: int = 3, seed: int = 0) -> Example:
+def read(model: Model, task: Task, layer: int, q_head: int, *, budget: int = 64, window: int = 32, m: int = 4, t: int = 8, future: int = 32,
+         draws: int = 3, seed: int = 0) -> Example:
     """Read a prompt once, let the full cache write its greedy future and `draws` times m continuations of t tokens, and score every entry by each criterion.
 
     draws: sampling seeds of what samples or draws; the first one is shown where one is. Settings are the oracle suite's: cost by its
@@ -305,12 +321,15 @@ def read(model: Model, task: Task, layer: int, q_head: int, *, budget: int = 64,
     session = Walking(config, model, [task], [a for a in orders.arms(config, model) if a.name in SHOWN])
     prompt = session.read(0)
     place, head = model.geometry.kv_layers.index(layer), kv_head(model, q_head)
-    scores = {name: torch.cat([o.score[place, :, head] for o in orders.ranked(session, prompt).orders if o.arm.name == name]).double().cpu() for name in SHOWN}
+    ranked = orders.ranked(session, prompt).orders
+    scores = {name: _own(torch.cat([o.score[place, :, head] for o in ranked if o.arm.name == name])) for name in SHOWN}
     held, truth, found = prompt.cache.layers[layer], prompt.truth, prompt.draws[0]
     real = truth.ahead.valid[0]
-    return Example(model, task, config, layer, q_head, head, truth.ahead.tokens[0][real].cpu(), found.tokens[0].cpu(), found.valid[0].cpu(), _own(held.queries[0, q_head]),
-                   _own(found.queries[layer][0, :, q_head]), _own(truth.ahead.queries[layer][0, q_head][real]), _own(held.keys[0, head]), _own(held.values[0, head]),
-                   _own(head_weights(model, "O", layer)[q_head]), held.scaling, scores, truth.protected[place, 0, head].cpu())
+    window, looked, future_ = held.queries[0, q_head], found.queries[layer][0, :, q_head], truth.ahead.queries[layer][0, q_head][real]
+    return Example(
+        model, task, config, layer, q_head, head, truth.ahead.tokens[0][real].cpu(), found.tokens[0].cpu(), found.valid[0].cpu(),
+        _own(window), _own(looked), _own(future_), _own(held.keys[0, head]), _own(held.values[0, head]), _own(head_weights(model, "O", layer)[q_head]),
+        held.scaling, scores, truth.protected[place, 0, head].cpu())
 
 
 def _own(x: Tensor) -> Tensor:

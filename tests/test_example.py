@@ -56,7 +56,8 @@ def test_queries_keys_and_values_are_those_of_a_plain_forward(lm, task, made, st
         np.testing.assert_allclose(mine[written], next(forward(lm, task, tokens))[HEAD, n:][written], atol=1e-9)
     told = made.queries().set_index("set")
     assert told.queries.to_dict() == {"window": W, "future": 6} | {f"continuation {i + 1}": int(x.sum()) for i, x in enumerate(made.written)}
-    assert told.positions["window"] == f"{n - W}..{n - 1}" and told.positions["future"] == f"{n}..{n + 5}" and told.text["future"] == lm.tokenizer.decode(made.ahead.tolist())
+    assert told.positions["window"] == f"{n - W}..{n - 1}" and told.positions["future"] == f"{n}..{n + 5}"
+    assert told.text["future"] == lm.tokenizer.decode(made.ahead.tolist())
 
 
 def test_coverage_by_hand(made):
@@ -177,7 +178,8 @@ def test_figures_draw_the_tables_and_name_what_they_are_of(made):
 
 
 def test_refusals(lm, task, made):
-    for given, said in ((dict(layer=7), "layer=7"), (dict(q_head=99), "q_head=99"), (dict(budget=5), "cannot hold"), (dict(budget=4000), "nothing would be evicted"), (dict(m=0), "m=0")):
+    for given, said in ((dict(layer=7), "layer=7"), (dict(q_head=99), "q_head=99"), (dict(budget=5), "cannot hold"),
+                        (dict(budget=4000), "nothing would be evicted"), (dict(m=0), "m=0")):
         with pytest.raises(ValueError, match=said):
             example.read(lm, task, **(dict(layer=LAYER, q_head=HEAD) | given))
     with pytest.raises(ValueError, match="keep=3"):
