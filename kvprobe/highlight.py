@@ -39,17 +39,47 @@ def share(of, row: int = 0, *, sites: Iterable[tuple[int, int]] | None = None, a
     ones by default. after: right after this round (0-based) instead of now; positions not yet read then are nan.
     Raises ValueError for a row, site or round that does not exist, and for what has no log.
     """
+    log = _log(of, row)
+    chosen = _chosen(log, sites)
+    if after is None:
+        return (log.died[:, row, :, : log.length[row]] == ALIVE)[chosen].mean(0)
+    held = log.held(row, after)[..., : log.length[row]][chosen].mean(0)
+    return np.where(np.arange(log.length[row]) < log.fired[row][after], held, np.nan)
+
+
+def by_site(of, span: Span | Sequence[Span], row: int = 0) -> np.ndarray:
+    """float [l hkv]: share of a span's tokens that each site holds now. of: as in `share`. Raises ValueError for a span outside the row."""
+    log = _log(of, row)
+    inside = np.concatenate([np.arange(a, z) for a, z in _spans("span", span, log.length[row])])
+    return (log.died[:, row][..., inside] == ALIVE).mean(-1)
+
+
+def _log(of, row: int) -> KeepLog:
     log = of if isinstance(of, KeepLog) else getattr(of, "keep_log", None)
     if not isinstance(log, KeepLog):
         raise ValueError(f"{type(of).__name__} has no keep log: "
                          "give a KeepLog, a cache, or what kvprobe.compress or kvprobe.generate under a policy returned")
     if not 0 <= row < len(log.length):
         raise ValueError(f"row {row} does not exist: rows 0..{len(log.length) - 1} were logged")
-    chosen = _chosen(log, sites)
-    if after is None:
-        return (log.died[:, row, :, : log.length[row]] == ALIVE)[chosen].mean(0)
-    held = log.held(row, after)[..., : log.length[row]][chosen].mean(0)
-    return np.where(np.arange(log.length[row]) < log.fired[row][after], held, np.nan)
+    return log
+
+
+def sampled(tokenizer, future, row: int = 0) -> pd.DataFrame:
+    """The continuations that a policy looked ahead with, as text, one line each.
+
+    future: `.future` of what `kvprobe.compress` returned under a policy that looks ahead. text: up to and with the token that ended it;
+    tokens: of it; weight: of the continuation, nan where the policy weighs none; logq: mean log probability of a token [nats].
+    Raises ValueError where nobody looked ahead.
+    """
+    import pandas as pd
+
+    found = getattr(future, "lookahead", future)
+    if not hasattr(found, "valid"):
+        raise ValueError("nothing was looked ahead at: this policy scores from the prompt alone")
+    lengths = found.valid[row].sum(-1).tolist()
+    weights = future.weights[row].tolist() if hasattr(future, "weights") else [float("nan")] * found.m
+    return pd.DataFrame([dict(text="".join(pieces(tokenizer, found.tokens[row, m, :n].tolist())), tokens=n, weight=weights[m],
+                              logq=float(found.logq[row, m, :n].mean())) for m, n in enumerate(lengths)])
 
 
 def _chosen(log: KeepLog, sites) -> np.ndarray:

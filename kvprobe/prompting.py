@@ -426,7 +426,7 @@ def about(manifest: dict, *facts: str) -> str:
     """Two lines for a figure's footer: the model, the prompts and what the arms share, then seeds, precision and version."""
     m, s, held, long = manifest["model"], manifest["settings"], manifest["protected"], manifest["prompt_tokens"]
     first = (f"{m['name']} ({m['layers']} layers, {m['query_heads']} query and {m['kv_heads']} KV heads); prompts: {s['kinds']}, {long[0]}-{long[1]} tokens, question {s['question']}; "
-             f"each arm holds exactly B entries per KV head (per layer or model where its policy deals them out), {held[0]}-{held[1]} of them protected; " + ", ".join(facts))
+             f"each arm holds exactly B entries per KV head (per layer or model where its policy deals them out), {'-'.join(map(str, dict.fromkeys(held)))} of them protected; " + ", ".join(facts))
     second = (f"n = {s['instances']} prompts, 95 % bootstrap intervals over them; arms that sample or draw: mean over {s['sampling_seeds']} seeds; {s['form']} of the cost; "
               f"{manifest['dtype']}, seed {s['seed']}, kvprobe {manifest['versions']['kvprobe']}")
     return first + "\n" + second

@@ -45,8 +45,8 @@ class Estimate:
         if self.value is None:
             return "n/a"
         if self.low is None or self.low != self.low:
-            return f"{self.value:.{digits}f} [-]"
-        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+            return f"{self.value:z.{digits}f} [-]"
+        return f"{self.value:z.{digits}f} [{self.low:z.{digits}f}, {self.high:z.{digits}f}]"
 
 
 # -- the clustered bootstrap --------------------------------------------------------------------------------------------
@@ -261,28 +261,42 @@ class Correlation(Estimate):
         return super().text(digits) + p + f", n = {self.n}" + (f", {self.dropped} constant replicates dropped" if self.dropped else "")
 
 
-def spearman(x: np.ndarray, y: np.ndarray, clusters: Sequence | None = None, seed: int = 0, replicates: int = REPLICATES) -> Correlation:
+def spearman(x: np.ndarray, y: np.ndarray, clusters: Sequence | None = None, seed: int = 0, replicates: int = REPLICATES, given: np.ndarray | None = None) -> Correlation:
     """Spearman's rho of paired x, y [n]; rho is None where one of them is constant.
 
+    given [n]: the partial rho, of what the ranks of x and y have in common beyond those of `given`: (xy - xz yz) / sqrt((1 - xz^2) (1 - yz^2)),
+    with one degree of freedom less; None where `given` orders x or y already. A constant one takes nothing away.
     p: scipy's (t approximation) without clusters. Samples of a cluster are not independent, so that with clusters it is the
     two-sided share of bootstrap replicates on the other side of 0, (2 k + 2) / (replicates + 1).
     """
     x, y = _numbers(x), _numbers(y)
-    codes, n = _codes(np.arange(len(x)) if clusters is None else clusters, len(x), len(y))
-    rho = float(_rho(x, y, np.ones((1, len(x))))[0])
+    given = None if given is None else _numbers(given)
+    codes, n = _codes(np.arange(len(x)) if clusters is None else clusters, *map(len, (x, y) if given is None else (x, y, given)))
+    rho = float(_partial(x, y, given, np.ones((1, len(x))))[0])
     if np.isnan(rho):
         return Correlation(None, None, None, n)
     if n < 2:
         return Correlation(rho, np.nan, np.nan, n)
     blocks = np.array_split(_drawn(n, seed, replicates), max(1, replicates * len(x) // 2_000_000))  # bounds memory
-    drawn = np.concatenate([_rho(x, y, block[:, codes]) for block in blocks])
+    drawn = np.concatenate([_partial(x, y, given, block[:, codes]) for block in blocks])
     found = drawn[~np.isnan(drawn)]
     low, high = _interval(found)
     if clusters is None:
-        p = float(stats.spearmanr(x, y).pvalue) if n > 2 else None
+        free = n - 2 - (given is not None)
+        p = None if free < 1 else float(2 * stats.t.sf(np.sqrt(free) * abs(rho) / np.sqrt((1 - rho) * (1 + rho)), free)) if abs(rho) < 1 else 0.0
     else:
         p = min(1.0, 2 * (min((found <= 0).sum(), (found >= 0).sum()) + 1) / (len(found) + 1))
     return Correlation(rho, float(low), float(high), n, p, len(drawn) - len(found))
+
+
+def _partial(x: np.ndarray, y: np.ndarray, given: np.ndarray | None, times: np.ndarray) -> np.ndarray:
+    """[replicates]: `_rho`, less what both share with `given`; NaN where that leaves nothing of one of them."""
+    rho = _rho(x, y, times)
+    if given is None:
+        return rho
+    xz, yz = (np.nan_to_num(_rho(v, given, times)) for v in (x, y))
+    left = (1 - xz**2) * (1 - yz**2)
+    return np.where(left > 1e-12, np.clip((rho - xz * yz) / np.sqrt(np.maximum(left, 1e-12)), -1, 1), np.nan)
 
 
 def _rho(x: np.ndarray, y: np.ndarray, times: np.ndarray) -> np.ndarray:

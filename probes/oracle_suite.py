@@ -168,6 +168,7 @@ class Session(Walking):
         c = self.config
         generated = said.cache if c.fidelity_over == "all" else None
         yield suite_rows.row("tokens", len(prompt.ids))
+        yield suite_rows.row("future", int(prompt.truth.ahead.valid.sum()))
         for keep in c.budgets:
             yield from suite_rows.agreement(prompt, ranked, keep, keep == c.budget, generated)
             if keep in numbers("answers", c.answers):

@@ -85,6 +85,31 @@ def test_a_round_of_the_past_is_what_was_held_then():
         highlight.share(dataclasses.make_dataclass("Full", ["keep_log"])(None))
 
 
+def test_what_each_site_holds_of_a_span(lm):
+    made = kvprobe.compress(lm, [list(range(20, 60))], policy="snapkv", keep=12, protect_window=4)
+    found = highlight.by_site(made, [(3, 9), (20, 22)])
+    assert found.shape == (2, 2)
+    for layer in range(2):
+        for head in range(2):
+            held = set(made.cache.positions[layer, 0, head].tolist())
+            assert found[layer, head] == len(held & {*range(3, 9), 20, 21}) / 8
+    with pytest.raises(ValueError, match="within the 40 tokens"):
+        highlight.by_site(made, (30, 41))
+
+
+def test_sampled_continuations_as_text(lm):
+    made = kvprobe.compress(lm, "Let x = 3. So", policy="lore", keep=8, protect_window=4, protect_first=0, m=3, t=4, seed=2)
+    ahead = made.future.lookahead
+    ahead.valid[0, 1, 2:] = False  # as if its second token had ended it
+    found = highlight.sampled(lm.tokenizer, made.future)
+    assert found.tokens.tolist() == [4, 2, 4] and found.weight.sum() == pytest.approx(1)
+    assert found.text[1] == "".join(pieces(lm.tokenizer, ahead.tokens[0, 1, :2].tolist()))
+    assert found.logq[1] == pytest.approx(float(ahead.logq[0, 1, :2].sum()) / 2)
+    assert highlight.sampled(lm.tokenizer, ahead).weight.isna().all()
+    with pytest.raises(ValueError, match="looked ahead"):
+        highlight.sampled(lm.tokenizer, None)
+
+
 def test_means_by_span(lm, prompt):
     n = len(prompt)
     kept = np.where(np.arange(n) == 3, np.nan, np.arange(n) / n)

@@ -360,6 +360,24 @@ def test_mismatch_is_gain_against_coverage(run):
     rho = table[(table.part == "rho") & (table.x == "mismatch") & (table.y == "fidelity")].iloc[0]
     pair = table[table.part == "prompt"]
     assert rho.value == np.sign(np.diff(pair.mismatch)[0] * np.diff(pair.fidelity)[0]) and rho.n == 2
+    assert pair.future.tolist() == [len(suite_pieces.Pieces.load(run.path / "keeplogs" / f"batch-000{i}.npz").arrays["future.tokens"]) for i in (0, 1)]
+
+
+def test_mismatch_with_the_length_of_the_future_held():
+    """Gain and mismatch that share nothing but the length: a rho over prompts, and none when it is held."""
+    from kvprobe.figures import mismatch
+
+    rng, rows = np.random.default_rng(0), []
+    for i in range(60):
+        rows.append(dict(instance=i, metric="future", value=(length := int(rng.integers(2, 33)))))
+        window, gain = 0.9 - 0.01 * length + rng.normal() / 40, 0.01 * length + rng.normal() / 40
+        at = dict(instance=i, layer=0)
+        rows += [at | dict(metric="coverage", sets="window", form="union", m=0, value=window), at | dict(metric="coverage", sets="both", form="union", m=2, value=0.95)]
+        for name in ("recall", "recall_free", "error"):
+            rows += [at | dict(metric=name, keep=48, arm=arm, value=v) for arm, v in (("LORE /E", 0.5 + (name != "error") * gain), ("window only", 0.5 + (name == "error") * gain))]
+    table = mismatch.reduce(pd.DataFrame(rows), dict(settings=dict(seed=0, m=2, budget=48)))
+    rho, held = (table[(table.part == part) & (table.x == "mismatch") & (table.y == "recall_free")].iloc[0] for part in ("rho", "held"))
+    assert rho.value > 0.8 and rho.low > 0.6 and held.low < 0 < held.high and rho.n == held.n == 60
 
 
 def test_budget_equivalence_is_that_of_means_over_prompts(run):

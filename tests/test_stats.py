@@ -147,6 +147,27 @@ def test_spearman_by_clusters_says_what_it_drops():
     assert e.text().endswith(f"n = 3, {e.dropped} constant replicates dropped")
 
 
+def test_partial_spearman_is_that_of_residuals():
+    rng = np.random.default_rng(5)
+    z = rng.integers(0, 6, 40).astype(float)
+    x, y = z + rng.normal(size=40), rng.normal(size=40) - 2 * z
+
+    def residual(x, y, z):
+        a, b, c = (scipy_stats.rankdata(v) for v in (x, y, z))
+        design = np.stack([np.ones(len(c)), c], axis=1)
+        a, b = (v - design @ np.linalg.lstsq(design, v, rcond=None)[0] for v in (a, b))
+        return a @ b / np.sqrt((a @ a) * (b @ b))
+
+    e = stats.spearman(x, y, seed=3, replicates=200, given=z)
+    assert e.rho == pytest.approx(residual(x, y, z), abs=1e-12) and abs(e.rho) < 0.5 * abs(stats.spearman(x, y).rho)
+    t = e.rho * np.sqrt(37 / (1 - e.rho**2))
+    assert e.p == pytest.approx(2 * scipy_stats.t.sf(abs(t), 37), rel=1e-9)
+    drawn = loop(residual, np.arange(40), x, y, z, seed=3, replicates=200)
+    assert (e.low, e.high) == pytest.approx(tuple(np.quantile(drawn, [0.025, 0.975])), abs=1e-12)
+    assert stats.spearman(x, y, given=np.ones(40)).rho == pytest.approx(stats.spearman(x, y).rho, abs=1e-12)
+    assert stats.spearman(x, y, given=x).rho is None
+
+
 def test_spearman_where_it_does_not_exist():
     e = stats.spearman([1, 1, 1], [1, 2, 3])
     assert (e.rho, e.low, e.p, e.n) == (None, None, None, 3) and e.text() == "n/a, n = 3"

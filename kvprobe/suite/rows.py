@@ -14,7 +14,7 @@ from .orders import ORACLE, Ranked
 
 UNITS = {"recall": "fraction", "recall_free": "fraction", "error": "1 - cosine", "logp": "nats", "retrieved": "fraction", "kl": "nats per token", "coverage": "cosine", "overlap": "fraction",
          "overlap_free": "fraction", "spearman": "rho", "fraction": "fraction", "enrichment": "ratio", "share": "share of the score", "energy": "output norm", "energy_free": "output norm",
-         "tokens": "tokens", "component_1": "unit-normalised query", "component_2": "unit-normalised query", "explained_1": "fraction of variance", "explained_2": "fraction of variance"}
+         "tokens": "tokens", "future": "tokens", "component_1": "unit-normalised query", "component_2": "unit-normalised query", "explained_1": "fraction of variance", "explained_2": "fraction of variance"}
 MASK = 2**23
 """Elements of a mask over sites, queries and entries that are held at a time."""
 PROFILE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
