@@ -32,7 +32,7 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     found = []
     for name in AGAINST:
         match, each = (equivalence.equivalence(budgets, curves[LORE_E][i], curves[name][i]) for i in (0, 1))
-        ends = stats._interval(each.saving)
+        ends = stats._interval(each.saving) if len(wide) > 1 else np.full((2, len(budgets)), np.nan)  # one prompt has no interval
         found += [dict(arm=name, keep=b, n=len(wide), needed=match.needed[k], bound=int(match.bound[k]), value=match.saving[k], low=ends[0, k], high=ends[1, k],
                        bounded=float((each.bound[:, k] == 1).mean())) for k, b in enumerate(budgets)]
     return pd.concat([tables.estimates(wide, seed).assign(part="fidelity"), pd.DataFrame(found).assign(part="match")], ignore_index=True)

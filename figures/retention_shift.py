@@ -64,7 +64,7 @@ def _map(ax, part: pd.DataFrame):
     for r in part.itertuples():
         i, j = sorted((names.index(r.arm), names.index(r.other)), reverse=True)
         grid[i, j] = r.value
-        ax.text(j, i, f"{r.value:z.2f}\n[{r.low:z.2f}, {r.high:z.2f}]", ha="center", va="center", fontsize=6, color="white" if abs(r.value) > 0.62 else "black")
+        ax.text(j, i, f"{r.value:z.2f}" + (f"\n[{r.low:z.2f}, {r.high:z.2f}]" if r.low == r.low else ""), ha="center", va="center", fontsize=6, color="white" if abs(r.value) > 0.62 else "black")
     image = ax.imshow(grid, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
     ax.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     ax.set_yticks(range(len(names)), names, fontsize=8)
