@@ -43,7 +43,7 @@ def draw(table: pd.DataFrame, manifest: dict):
         ax.set_title("deleted in all sites at once" if whole else f"deleted in one KV head of layer {s['deletion_layer']}", fontsize=10)
     figure.suptitle(f"What the logits say (n = {int(criteria.n.max()) if len(criteria) else 0} prompts; {len(made)} deletions)", fontsize=11)
     plotting.footer(figure, tables.about(manifest, "KL(full || compressed) and log p of the next token, mean over the forced future's tokens" + (" but the first, which is read from the full prompt" if s["question"] == "seen" else ""), "bars: 95 % intervals over prompts; rho over the even sample "
-                                         f"(one site: all of a prompt's), within prompts; deletions: the future's first tokens, at most {s['deletion_future']}; predictions on the same tokens, summed over sites and query heads; points at 0 lie on the lower edge"))
+                                         f"(one site: all of a prompt's), within prompts; deletions: the future's first tokens, at most {s['deletion_future']}, each predicted from the one before it; closed-form costs on the same queries, summed over sites and query heads; points at 0 lie on the lower edge"))
     return figure
 
 
@@ -71,7 +71,7 @@ def _rho(ax, rho: pd.DataFrame) -> None:
         for k, kind in enumerate(kinds):
             for j, (cost, (color, label)) in enumerate(COSTS.items()):
                 r = rho[(rho.predictor == predictor) & (rho.kind == kind) & (rho.cost == cost)].iloc[0]
-                plotting.whisker(ax, i + 0.3 * (k - 0.5) + 0.1 * (j - 0.5), r.value, r.low, r.high, color=color, fmt="os"[k], label=None if i else f"{label}, {kind}")
+                plotting.whisker(ax, i + 0.3 * (k - 0.5) + 0.1 * (j - 0.5), r.value, r.low, r.high, color=color, fmt="os"[k], label=None if i else f"{label}, {kind}, n = {int(r.n)}")
     if not rho.n.max():
         ax.text(0.5, 0.6, "no prompt has deletions to rank", ha="center", transform=ax.transAxes, fontsize=9)
     ax.axhline(0, color="0.3", lw=0.8)

@@ -46,7 +46,7 @@ def draw(table: pd.DataFrame, manifest: dict):
         ax.set_title(label, fontsize=10)
     figure.colorbar(image, ax=[axes[0][1], *axes[1]], shrink=0.6, label="overlap, or rho")
     figure.suptitle(f"How criteria differ in their order of entries (B = {manifest['settings']['budget']}, n = {int(pairs.n.max())} prompts; in brackets: 95 % intervals)", fontsize=11)
-    plotting.footer(figure, tables.about(manifest, "pairs share their sampling seed; rho and overlap: per site, mean over layers and KV heads; CriticalKV ranks by its two stages at this budget"))
+    plotting.footer(figure, tables.about(manifest, "pairs share their sampling seed; rho and overlap: per site, mean over layers and KV heads; CriticalKV ranks by its two stages at this budget; grey: shown once, below the diagonal; profiles: scores below 0 (AnDPro has them) count as 0"))
     return figure
 
 
@@ -65,6 +65,7 @@ def _map(ax, part: pd.DataFrame):
         i, j = sorted((names.index(r.arm), names.index(r.other)), reverse=True)
         grid[i, j] = r.value
         ax.text(j, i, f"{r.value:z.2f}" + (f"\n[{r.low:z.2f}, {r.high:z.2f}]" if r.low == r.low else ""), ha="center", va="center", fontsize=6, color="white" if abs(r.value) > 0.62 else "black")
+    ax.set_facecolor("0.85")  # 0 is nearly white
     image = ax.imshow(grid, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
     ax.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     ax.set_yticks(range(len(names)), names, fontsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -86,6 +87,19 @@ def _from_file(kind: str, path: Path) -> ModuleType:
 def source_hash(kind: str, name: str) -> str:
     """16 hex digits of the hash of the file that defines it."""
     return hashlib.sha256(Path(find(kind, name).__file__).read_bytes()).hexdigest()[:16]
+
+
+@functools.cache
+def code_hash() -> str:
+    """16 hex digits of the hash of all of kvprobe's own files, probes and policies among them; figures only read rows and are left out."""
+    made = hashlib.sha256()
+    for name in ("kvprobe", FOLDERS["probe"]):
+        root = Path(next(iter(importlib.import_module(name).__path__)))
+        for path in sorted(root.rglob("*.py")):
+            if name == "kvprobe" and path.relative_to(root).parts[0] in ("probes", "figures"):
+                continue  # where they lie once installed
+            made.update(f"{name}/{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    return made.hexdigest()[:16]
 
 
 def check_value(kind: type, name: str, value) -> bool:

@@ -187,8 +187,10 @@ def _compute(module, config, folder: RunFolder, progress: bool, say) -> Run:
     try:
         for line in folder.said:
             say(line)
-        folder.write_manifest(status="running", batches=session.n_batches, **(environment(model) | facts))
         missing = [i for i in range(session.n_batches) if i not in folder.lines]
+        now = environment(model)
+        _tell_versions(folder, now["versions"], missing, say)
+        folder.write_manifest(status="running", batches=session.n_batches, **(now | facts))
         total = sum(session.tokens(i) for i in missing)
         with tqdm(total=total, unit="tok", unit_scale=True, desc=folder.path.name, disable=not progress or not missing,
                   mininterval=0.5 if sys.stderr.isatty() else 15) as bar:
@@ -199,12 +201,34 @@ def _compute(module, config, folder: RunFolder, progress: bool, say) -> Run:
         report = session.report(rows, folder)
         folder.write_manifest(checks=[dataclasses.asdict(c) for c in report.checks], **report.manifest,
                               rows_sha256=digest((folder.path / "rows.jsonl").read_text(encoding="utf-8")))
-        save_figures(Run(folder.path, rows, folder.manifest))
+        _draw(folder, rows)
         folder.write_manifest(status="finished", seconds=round(folder.manifest.get("seconds", 0) + time.time() - started, 1))
         done = Run(folder.path, rows, folder.manifest)
     finally:
         folder.close()
     return done
+
+
+def _tell_versions(folder: RunFolder, now: dict, missing: list[int], say) -> None:
+    """Say it, and note it in the manifest, where a half-finished run goes on under other versions or other files of kvprobe."""
+    then = folder.manifest.get("versions", now)
+    other = [name for name in now if then.get(name) != now[name]]
+    if other and missing and folder.lines:
+        say(f"{folder.path} was begun under other versions ({', '.join(f'{n} {then.get(n)}, now {now[n]}' for n in other)}): its rows come from both")
+        folder.manifest["earlier_versions"] = [*folder.manifest.get("earlier_versions", []), then]
+
+
+def _draw(folder: RunFolder, rows) -> None:
+    """Every figure of a run. One that fails leaves the others, the rows and the table whole, and is told as a failed check."""
+    failed = {}
+    for name in figures_of(folder.manifest["settings"]["probe"]):
+        try:
+            save_figures(Run(folder.path, rows, folder.manifest), [name])
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    if failed:
+        told = Check("every figure of the run is drawn", False, "; ".join(f"{k}: {v}" for k, v in failed.items()), f"draw again with `kvprobe figure NAME {folder.path}`")
+        folder.write_manifest(checks=[*folder.manifest["checks"], dataclasses.asdict(told)])
 
 
 def _same_input(folder: RunFolder, facts: dict) -> None:
@@ -236,7 +260,7 @@ def environment(model) -> dict:
     g = model.geometry
     parameter = next(model.model.parameters())
     return {
-        "versions": {name: _version(name) for name in VERSIONS} | {"python": platform.python_version()},
+        "versions": {name: _version(name) for name in VERSIONS} | {"python": platform.python_version(), "source": registry.code_hash()},
         "machine": {"system": platform.system(), "processor": platform.machine(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
                     "device": str(model.device), "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None},
         "threads": torch.get_num_threads(),
@@ -262,8 +286,10 @@ def rerun(manifest_path: str | os.PathLike, *, out: str | os.PathLike, progress:
     settings = dict(manifest["settings"])
     probe, preset = settings.pop("probe"), settings.pop("preset")
     for name, theirs in manifest.get("versions", {}).items():
-        ours = platform.python_version() if name == "python" else _version(name)
-        if ours != theirs:
+        ours = {"python": platform.python_version(), "source": registry.code_hash()}.get(name) or _version(name)
+        if ours != theirs and name == "source":
+            say(f"kvprobe's files are others ({ours}) than the manifest's ({theirs})")
+        elif ours != theirs:
             say(f"{name} is {ours} here, the manifest has {theirs}: rows may differ in their last digits")
     if manifest.get("threads") and not settings.get("threads"):
         import torch

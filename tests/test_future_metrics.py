@@ -18,7 +18,7 @@ from kvprobe import deletion
 from kvprobe.metrics import composition, coverage, divergence, equivalence, layer_maps, ranking
 
 L, B, HQ, HKV, T, D, W, M, N = 2, 2, 4, 2, 3, 5, 4, 3, 12
-WORKED = {"coverage": 5, "fidelity": 3, "ranking": 6, "composition": 2, "layer_maps": 3, "equivalence": 2, "divergence": 2}
+WORKED = {"coverage": 5, "fidelity": 3, "ranking": 6, "composition": 3, "layer_maps": 3, "equivalence": 2, "divergence": 2}
 """Docstrings with a worked example."""
 
 
@@ -239,6 +239,7 @@ def test_classes_by_hand():
     assert list(made) == list(composition.CLASSES)
     short = composition.classes(TASK, n=6, window=2, sink=0)
     assert {name: mask.nonzero().flatten().tolist() for name, mask in short.items()} == {"sink": [], "recent": [4, 5], "structural": [], "evidence": [], "answer": [3], "other": [0, 1, 2]}
+    assert composition.matches(TASK).nonzero().flatten().tolist() == [3, 6, 10, 12] and composition.matches(TASK, 6).nonzero().flatten().tolist() == [3]
     for n in (0, 15):
         with pytest.raises(ValueError, match="1..14"):
             composition.classes(TASK, n=n)

@@ -169,7 +169,7 @@ def test_profiles_and_energy(lm, prompt, ranked):
 def hidden(lm, prompt, target):
     """Logits of the future's tokens but the first by one plain forward, in which they do not see a position in the layers and heads of a deletion."""
     tokens = prompt.truth.ahead.tokens[0][prompt.truth.ahead.valid[0]]
-    text, n = torch.cat([torch.as_tensor(prompt.ids), tokens])[None], len(prompt.ids)
+    text, n = torch.cat([torch.as_tensor(prompt.ids), torch.as_tensor(prompt.tail, dtype=tokens.dtype), tokens])[None], len(prompt.ids)
     hooks = []
     for i, layer in enumerate(lm.model.model.layers):
         mask = torch.ones(len(text[0]), len(text[0]), dtype=torch.bool).tril()[None].repeat(4, 1, 1)
@@ -179,14 +179,17 @@ def hidden(lm, prompt, target):
         hooks.append(layer.self_attn.register_forward_pre_hook(lambda _, args, kwargs, mask=mask: (args, kwargs | dict(attention_mask=mask[None])), with_kwargs=True))
     try:
         with torch.no_grad():
-            return lm.model(input_ids=text).logits[0, n:-1]
+            return lm.model(input_ids=text).logits[0, n + len(prompt.tail) : -1]
     finally:
         for hook in hooks:
             hook.remove()
 
 
-def test_a_deletion_costs_what_hiding_the_token_costs(lm, session, prompt):
-    """Against masks on the full text; all sites at once and a single site; predictions are sums of S*."""
+@pytest.mark.parametrize("question", ["seen", "unseen"])
+def test_a_deletion_costs_what_hiding_the_token_costs(lm, session, question):
+    """Against masks on the full text; all sites at once and a single site; predictions are sums of S* over the queries that the costs come from."""
+    session = module.start(dataclasses.replace(session.config, question=question), lm)
+    prompt = session.read(0)
     rows = list(suite_deletions.rows(session, prompt, suite_answers.full(lm, prompt)))
     prompt = suite_deletions.shortened(prompt, 4)
     assert prompt.truth.ahead.valid.sum() == 4
@@ -201,7 +204,8 @@ def test_a_deletion_costs_what_hiding_the_token_costs(lm, session, prompt):
         at = {k: r[k] for k in ("position", "sample", "layer", "head") if k in r}
         assert r["value"] == pytest.approx(float((full.exp() * (full - q)).sum(-1).mean()), rel=1e-4, abs=1e-13)
         assert found(rows, "logp_lost", **at) == pytest.approx(float((full - q).gather(-1, tokens).mean()), rel=1e-6, abs=1e-13)
-        score = oracle.score(lm, prompt.cache, prompt.truth.ahead)[:, 0, :, r["position"]]
+        ahead = dataclasses.replace(prompt.truth.ahead, valid=prompt.truth.ahead.valid & (torch.arange(len(prompt.truth.ahead.valid[0])) < 3))
+        score = oracle.score(lm, prompt.cache, ahead)[:, 0, :, r["position"]]
         assert found(rows, "predicted_magnitude", **at) == pytest.approx(2 * float(score.sum() if site is None else score[site]), rel=1e-9)  # S* is a mean over two query heads
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -230,3 +231,34 @@ def test_another_filler_under_the_same_name_is_not_mixed_in(tmp_path):
 
 def test_kill_leaves_no_lock_behind(whole):
     assert os.path.exists(whole.path / ".lock") and smoke(whole.path)
+
+
+def test_a_figure_that_fails_loses_nothing_else(tmp_path, monkeypatch):
+    from kvprobe import registry
+
+    found = registry.find
+
+    def broken(kind, name):
+        module = found(kind, name)
+        return SimpleNamespace(READS=module.READS, reduce=module.reduce, draw=lambda table, manifest: 1 / 0) if (kind, name) == ("figure", "fork_gain") else module
+
+    monkeypatch.setattr(registry, "find", broken)
+    run = kvprobe.run("fork", preset="smoke", out=tmp_path / "run", progress=False)
+    assert run.manifest["status"] == "finished" and len(run.rows) and not run.ok
+    assert [c.measured for c in run.checks if c.passed is False] == ["fork_gain: ZeroDivisionError: division by zero"]
+
+
+def test_going_on_under_other_files_is_said_and_noted(tmp_path, monkeypatch):
+    from kvprobe import registry
+
+    settings = dict(preset="smoke", out=tmp_path / "run", progress=False, instances=2, batch_size=1)
+    whole = kvprobe.run("planted_fact", **settings)
+    with open(whole.path / "rows.jsonl", "r+") as file:
+        lines = [line for line in file if '"batch": 0' in line]
+        file.seek(0), file.truncate(), file.writelines(lines)
+    monkeypatch.setattr(registry, "code_hash", lambda: "another")
+    said = []
+    again = kvprobe.run("planted_fact", **settings, say=said.append)
+    assert any("begun under other versions (source" in s for s in said) and again.manifest["versions"]["source"] == "another"
+    assert again.manifest["earlier_versions"] == [whole.manifest["versions"]]
+    assert again.rows.equals(whole.rows)

@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 CLASSES = ("sink", "recent", "structural", "evidence", "answer", "other")
 """In the order in which a token is claimed: the first class that fits has it, so that classes are disjoint and fill the prompt."""
+MATCHES = "answer ids"
+"""The paper's class "answer/evidence" (app. F.1), which lies across these."""
 
 
 def classes(task: Task, n: int | None = None, structural: Iterable[Span] = (), sink: int = 1, window: int = 32) -> dict[str, Tensor]:
     """{class: bool [n]} of the first n tokens of a task's prompt (None: all of it; `task.cut` where the question is not in it).
 
     sink: the first `sink` tokens; recent: the last `window` of the n; structural: spans (`compression.structural`); evidence: the
-    statements that lead to the answer, known from the generator; answer: any other token whose id is among those of the
-    answer's tokens that count, which is how the paper finds evidence (app. F.1); other: the rest, in this order. Raises
-    ValueError for n outside the prompt.
+    statements that lead to the answer, known from the generator; answer: any other token that `matches` the answer; other: the
+    rest, in this order. Raises ValueError for n outside the prompt.
 
     >>> from types import SimpleNamespace as Made
     >>> task = Made(ids=np.array([5, 8, 1, 7, 8, 9]), answer_ids=np.array([8, 1]), scored=np.array([True, False]), spans={"evidence": ((3, 5),)})
@@ -34,12 +35,23 @@ def classes(task: Task, n: int | None = None, structural: Iterable[Span] = (), s
         raise ValueError(f"n={n}, sink={sink}, window={window}: n must be in 1..{len(task.ids)}, the prompt's tokens, the others not negative")
     spans = {"sink": [(0, sink)], "recent": [(max(0, n - window), n)], "structural": structural, "evidence": task.spans["evidence"]}
     claims = {name: _mask(n, own) for name, own in spans.items()}
-    claims["answer"] = torch.from_numpy(np.isin(task.ids[:n], task.answer_ids[task.scored]))
+    claims["answer"] = matches(task, n)
     free, out = torch.ones(n, dtype=torch.bool), {}
     for name in CLASSES:
         out[name] = free & claims.get(name, free)
         free = free & ~out[name]
     return out
+
+
+def matches(task: Task, n: int | None = None) -> Tensor:
+    """bool [n]: tokens of a prompt whose id is among those of the answer's tokens that count, wherever they stand: the paper's answer and
+    evidence tokens ("exact token-id match to the gold answer", app. F.1).
+
+    >>> from types import SimpleNamespace as Made
+    >>> matches(Made(ids=np.array([5, 8, 1, 7, 8, 9]), answer_ids=np.array([8, 1]), scored=np.array([True, False])))
+    tensor([False,  True, False, False,  True, False])
+    """
+    return torch.from_numpy(np.isin(task.ids[:n], task.answer_ids[task.scored]))
 
 
 class Retained(NamedTuple):

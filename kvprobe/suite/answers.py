@@ -15,6 +15,16 @@ from .orders import Ranked
 from .rows import of_arm, row
 
 
+COPIED_BYTES = 2**30
+"""What copies of a prompt's cache may take together."""
+
+
+def rows_at_once(cache, most: int) -> int:
+    """Rows of a batch, each with a copy of the prompt's cache for a moment: `most`, or as many as COPIED_BYTES hold, at least one."""
+    held = [cache.layers[layer] for layer in cache.geometry.kv_layers]
+    return max(1, min(most, COPIED_BYTES // sum(x.keys.nbytes + x.values.nbytes for x in held)))
+
+
 def holding(prompt: Prompt, kept: Tensor, keep: int):
     """A cache whose rows hold kept sets [l a hkv n] of `keep` entries per site."""
     from ..lookahead import NEVER
@@ -67,9 +77,9 @@ def full(model, prompt: Prompt) -> Full:
 
 def answers(session, prompt: Prompt, ranked: Ranked, keep: int, said: Full) -> Iterator[dict]:
     """log p and retrieval of the true answer, and KL(full || compressed) along the full cache's future, of every arm."""
-    kept = ranked.kept(keep)
-    for start in range(0, len(ranked.arms), TOGETHER):
-        part = slice(start, start + TOGETHER)
+    kept, together = ranked.kept(keep), rows_at_once(prompt.cache, TOGETHER)
+    for start in range(0, len(ranked.arms), together):
+        part = slice(start, start + together)
         cache = holding(prompt, kept[:, part], keep)
         logits = follow(session.model, cache.branch(1), prompt)
         kl = kl_by_token(said.logits.expand_as(logits), logits).mean(-1).tolist() if logits.shape[1] else [np.nan] * len(logits)

@@ -16,13 +16,11 @@ from torch import Tensor
 from .. import deletion, oracle
 from ..metrics.divergence import kl_by_token
 from ..prompting import Prompt
-from .answers import Full, follow, targets
+from .answers import Full, follow, rows_at_once, targets
 from ..types import Needs
 
 ROWS = 8
 """Most deletions in one batch: each takes a copy of the prompt's cache for a moment."""
-COPIED_BYTES = 2**30
-"""What these copies may take together."""
 UNITS = {"kl_deleted": "nats per token", "logp_lost": "nats per token", "kl_noise": "nats per token", "predicted_magnitude": "output norm", "predicted_squared": "output norm squared", "predicted_attention": "attention mass"}
 PREDICTORS = {"predicted_magnitude": dict(form="magnitude"), "predicted_squared": dict(form="squared"), "predicted_attention": dict(objective="attention")}
 """Closed-form costs of the deletion on the future's queries: eq. 12, eq. 6, and attention alone."""
@@ -97,26 +95,26 @@ def deleted(prompt: Prompt, targets: list[Target]):
 
 
 def rows(session, prompt: Prompt, said: Full) -> Iterator[dict]:
-    """True costs and predictions of every deletion; and the noise, the KL of a batch that deletes nothing."""
+    """True costs and predictions of every deletion, on the same queries: those of all tokens of the future but the last, whose next ones are forced.
+    And the noise, the KL of a batch that deletes nothing."""
     from ..lookahead import spare
 
     c, layers = session.config, prompt.cache.geometry.kv_layers
     prompt = shortened(prompt, c.deletion_future)
-    said = dataclasses.replace(said, logits=said.logits[: len(targets(prompt))])
+    said = dataclasses.replace(said, logits=said.logits[: len(targets(prompt))][_first(prompt) :])
     if not len(said.logits):
-        return  # a future of one token: the full prompt's logits give it
+        return  # a future of one token has no query that another is predicted from
     score, protected = prompt.truth.score[:, 0], prompt.truth.protected[:, 0]
     made = chosen(score, protected, c.deletions, c.deletions_top, layers.index(c.deletion_layer), c.deletions_single)
     predicted = {name: _predicted(session.model, prompt, dataclasses.replace(oracle.ANALYSIS, **changes)) for name, changes in PREDICTORS.items()}
-    logp, told = _logp(said.logits, targets(prompt)), dict(sample="none")
-    held = [prompt.cache.layers[layer] for layer in layers]
-    rows_at_once = max(1, min(ROWS, COPIED_BYTES // sum(x.keys.nbytes + x.values.nbytes for x in held)))
-    noise = _costs(session.model, spare(prompt.cache, rows_at_once), prompt, said, logp)
+    logp, told = _logp(said.logits, targets(prompt)[_first(prompt) :]), dict(sample="none")
+    together = rows_at_once(prompt.cache, ROWS)
+    noise = _costs(session.model, spare(prompt.cache, together), prompt, said, logp)
     yield from (dict(metric="kl_noise", value=x, unit=UNITS["kl_noise"]) | told for x in noise["kl_deleted"][:1])
     for one in (True, False):  # whole tokens, then single sites: a batch of one kind has equal counts
         some = [t for t in made if (t.site is None) == one]
-        for start in range(0, len(some), rows_at_once):
-            part = some[start : start + rows_at_once]
+        for start in range(0, len(some), together):
+            part = some[start : start + together]
             found = _costs(session.model, deleted(prompt, part), prompt, said, logp)
             for i, t in enumerate(part):
                 at = dict(position=t.position, sample=t.sample) | ({} if t.site is None else dict(layer=layers[t.site[0]], head=t.site[1]))
@@ -125,14 +123,21 @@ def rows(session, prompt: Prompt, said: Full) -> Iterator[dict]:
 
 
 def _predicted(model, prompt: Prompt, cost: deletion.Cost) -> Tensor:
-    """[l hkv n]: what deletion costs on the same tokens' queries, summed over the query heads of a group."""
-    return oracle.score(model, prompt.cache, prompt.truth.ahead, dataclasses.replace(cost, group="sum"))[:, 0].double()
+    """[l hkv n]: what deletion costs on the queries that the measured logits come from, summed over the query heads of a group."""
+    ahead = prompt.truth.ahead
+    last = ahead.valid.cumsum(-1) == ahead.valid.sum(-1, keepdim=True)  # no logits behind it are measured
+    return oracle.score(model, prompt.cache, dataclasses.replace(ahead, valid=ahead.valid & ~last), dataclasses.replace(cost, group="sum"))[:, 0].double()
+
+
+def _first(prompt: Prompt) -> int:
+    """Logits of `follow` that come from no token of the future: an unseen question's last token gives one, whose query S* does not know."""
+    return 1 if len(prompt.tail) else 0
 
 
 def _costs(model, cache, prompt: Prompt, said: Full, logp: Tensor) -> dict[str, list[float]]:
-    logits = follow(model, cache, prompt)
+    logits = follow(model, cache, prompt)[:, _first(prompt) :]
     kl = kl_by_token(said.logits.expand_as(logits), logits).mean(-1)
-    return {"kl_deleted": kl.tolist(), "logp_lost": (logp - _logp(logits, targets(prompt))).mean(-1).tolist()}
+    return {"kl_deleted": kl.tolist(), "logp_lost": (logp - _logp(logits, targets(prompt)[_first(prompt) :])).mean(-1).tolist()}
 
 
 def _logp(logits: Tensor, tokens: Tensor) -> Tensor:

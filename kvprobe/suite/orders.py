@@ -6,7 +6,7 @@ criterion would keep at any budget. CriticalKV alone goes in two stages whose bo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,24 +48,30 @@ class Order:
     arm: Arm
     score: Tensor
     protected: Tensor
-    staged: Callable[[int], Tensor] | None = None
-    """budget -> score, of a criterion whose order depends on it"""
+    staged: Mapping[int, Tensor] | None = None
+    """{budget: score} of a criterion whose order depends on it"""
 
     def ranks(self, keep: int) -> Tensor:
         """int [l 1 hkv n]: 0 for what is kept first; protected entries before all others, the newest first among equals."""
-        score = self.score if self.staged is None else self.staged(keep)
+        score = self.score if self.staged is None else self.staged[keep]
         return allocation.ranks(score.masked_fill(self.protected, torch.inf)).to(torch.int32)
 
 
 class Watched:
-    """A policy whose views and scores are noted as it evicts; it evicts as ever."""
+    """A policy whose scores are noted as it evicts; it evicts as ever. budgets: counts at which it is also asked for its `select`.
 
-    def __init__(self, policy):
-        self.policy, self.views, self.scores, self.needs = policy, {}, {}, policy.needs
+    Views are let go with their layer: they hold its keys and values.
+    """
+
+    def __init__(self, policy, budgets: Sequence[int] = ()):
+        self.policy, self.budgets, self.scores, self.needs = policy, budgets, {}, policy.needs
+        self.selected: dict[int, dict[int, Tensor]] = {keep: {} for keep in budgets}
 
     def score(self, view) -> Tensor:
-        self.views[view.layer], self.scores[view.layer] = view, self.policy.score(view)
-        return self.scores[view.layer]
+        score = self.scores[view.layer] = self.policy.score(view)
+        for keep in self.budgets:
+            self.selected[keep][view.layer] = self.policy.select(view, score, torch.full(score.shape[:2], keep, device=score.device))
+        return score
 
     def __getattr__(self, name: str):
         if name in ("policy", "queries", "select", "check") or name.startswith("__"):
@@ -84,16 +90,16 @@ def order(session: Walking, prompt: Prompt, a: Arm) -> Order:
     if isinstance(a.policy, lore.POLICY):
         scores = session.scores(a, prompt)
         return Order(a, torch.stack([scores[layer].to(protected.device) for layer in layers]), protected)
-    watched = Watched(a.policy)
+    watched = Watched(a.policy, session.config.budgets if a.name == CRITICAL else ())
     session.evict(prompt.cache, a, watched, None)
+
+    def stacked(scores: dict[int, Tensor]) -> Tensor:
+        return torch.stack([scores[layer].to(protected.device) for layer in layers])
+
     if a.name != CRITICAL:
-        return Order(a, torch.stack([watched.scores[layer].to(protected.device) for layer in layers]), protected)
-
-    def staged(keep: int) -> Tensor:
-        counts = torch.full(protected.shape[1:3], keep)
-        return torch.stack([a.policy.select(watched.views[layer], watched.scores[layer], counts.to(watched.scores[layer].device)).to(protected.device) for layer in layers])
-
-    return Order(a, staged(a.keep), protected, staged)
+        return Order(a, stacked(watched.scores), protected)
+    staged = {keep: stacked(scores) for keep, scores in watched.selected.items()}
+    return Order(a, staged[a.keep], protected, staged)
 
 
 class Ranked:

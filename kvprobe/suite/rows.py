@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..metrics import coverage, fidelity, ranking
-from ..metrics.composition import classes, composition
+from ..metrics.composition import MATCHES, classes, composition, matches
 from ..prompting import Prompt
 from .orders import ORACLE, Ranked
 
@@ -134,7 +134,8 @@ def composed(model, prompt: Prompt, ranked: Ranked, keep: int, window: int) -> I
     """Share retained and enrichment of each class of tokens (Fig. 11), and what share of the prompt it is."""
     from ..compression import structural
 
-    made = classes(prompt.task, len(prompt.ids), structural(model, prompt.ids.tolist()), window=window)
+    n = len(prompt.ids)
+    made = classes(prompt.task, n, structural(model, prompt.ids.tolist()), window=window) | {MATCHES: matches(prompt.task, n)}
     kept = ranked.kept(keep)
     for name, found in composition(kept, made).items():
         for i, a in enumerate(ranked.arms):

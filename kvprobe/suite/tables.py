@@ -76,9 +76,15 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     import pandas as pd
 
     found = headline(rows, manifest)
-    cell = {(r.arm, r.metric): stats.Estimate(r.value, r.low, r.high, r.n).text(2 if r.metric == "logp" else 3) for r in found.itertuples()}
+    most = found.groupby("arm").n.max()
+
+    def told(r) -> str:
+        text = stats.Estimate(r.value, r.low, r.high, r.n).text(2 if r.metric == "logp" else 3)
+        return text if r.n == most[r.arm] else f"{text}, n={r.n}"
+
+    cell = {(r.arm, r.metric): told(r) for r in found.itertuples()}
     heads = {"recall": "Recall@B", "recall_free": "free slots", "error": "output error", "logp": "log p [nats]", "retrieved": "retrieval", "kl": "KL [nats/token]", "spearman": "rho with the oracle"}
-    return pd.DataFrame([{"criterion": a, "n": int(found[found.arm == a].n.max())} | {head: cell.get((a, m), "-") for m, head in heads.items()} for a in ordered(found.arm)])
+    return pd.DataFrame([{"criterion": a, "n": int(most[a])} | {head: cell.get((a, m), "-") for m, head in heads.items()} for a in ordered(found.arm)])
 
 
 def deletions(rows: pd.DataFrame) -> pd.DataFrame:
