@@ -47,18 +47,18 @@ def draw(table: pd.DataFrame, manifest: dict):
     for name in GAINING:
         _line(axes[2], table[(table.part == "gain, layer") & (table.arm == name)], drawing.STYLES[name][0], name)
     axes[2].axvline(0, color="0.3", lw=0.8)
-    axes[2].set_xlabel(f"gain in Recall@B, free slots\nover {WINDOW_ONLY}")
+    axes[2].set_xlabel(f"gain in Recall@B, free slots\nover {WINDOW_ONLY} [fraction]")
     axes[2].legend(fontsize=7, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     most = float(np.nanmax(np.abs(gains.value))) or 1e-9
     for ax, name in zip(axes[3:], GAINING):
         image = _map(ax, gains[gains.arm == name], "RdBu_r", -most, most, True)
         ax.set_xlabel("KV head")
         ax.set_title(name, fontsize=9)
-    figure.colorbar(image, ax=list(axes[3:]), location="top", shrink=0.9).set_label(f"gain in Recall@B, free slots, over {WINDOW_ONLY}; * where the 95 % interval excludes 0", fontsize=8)
+    figure.colorbar(image, ax=list(axes[3:]), location="top", shrink=0.9).set_label(f"gain in Recall@B, free slots, over {WINDOW_ONLY} [fraction]; * where the 95 % interval excludes 0", fontsize=8)
     for ax in axes:
         ax.yaxis.get_major_locator().set_params(integer=True)
         ax.set_ylim(table.layer.max() + 0.5, table.layer.min() - 0.5)
-    axes[0].set_ylabel("layer")
+        ax.set_ylabel("layer", fontsize=9)
     figure.suptitle(f"The future's signal across layers and heads (B = {manifest['settings']['budget']}, n = {int(table.n.max())} prompts)", fontsize=11)
     plotting.footer(figure, tables.about(manifest, "energy: eq. 12's magnitudes on the future's queries, summed over all positions; bands: 95 % intervals; hatched cells: no value"))
     return figure

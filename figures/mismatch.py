@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 READS = "oracle_suite"
-GAINS = {"recall": "gain in Recall@B, all entries", "recall_free": "gain in Recall@B, free slots", "fidelity": "gain in fidelity [cosine]"}
+GAINS = {"recall": "gain in Recall@B, all entries [fraction]", "recall_free": "gain in Recall@B, free slots [fraction]", "fidelity": "gain in fidelity [cosine]"}
 AGAINST = {"mismatch": "mismatch: 1 - coverage by the window [1 - cosine]", "added": "coverage that the continuations add [cosine]"}
 
 

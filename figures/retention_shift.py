@@ -38,7 +38,7 @@ def draw(table: pd.DataFrame, manifest: dict):
     ticks = sorted(profile.top.unique())
     ax.set_xticks(ticks, [f"{t:.0%}" for t in ticks], fontsize=8)
     ax.minorticks_off()
-    ax.set(xlabel="best candidates by the criterion [share of them]", ylabel="share of the criterion's score")
+    ax.set(xlabel="best candidates by the criterion [share of them]", ylabel="share of the criterion's score [fraction]")
     ax.set_title("score profiles (CriticalKV has no single score)", fontsize=10)
     ax.legend(handles=_handles(names), fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     for ax, (metric, label) in zip([axes[0][1], *axes[1]], MAPS.items()):

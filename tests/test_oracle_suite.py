@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 
 import numpy as np
 import pandas as pd
@@ -318,18 +319,35 @@ def test_curves_take_prompts_of_twice_the_largest_budget(run):
 
 
 def drawn(figure):
-    """Every number that lines, points and maps of a figure show; a line's other axis may be the value's, so that one of both has to be known."""
+    """Every number that lines, points, bands and maps of a figure show; a line's other axis may be the value's, so that one of both has to be known."""
     out = []
     for ax in figure.axes:
+        upright = ax.get_ylabel() == "layer" or ax.yaxis_inverted()  # layers go down
         out += [x for image in ax.get_images() for x in np.ma.compressed(np.ma.masked_invalid(image.get_array()))]
         for line in ax.get_lines():
             if line.get_transform().contains_branch(ax.transData) and line.get_transform() == ax.transData:
-                upright = ax.get_ylabel() == "layer" or ax.yaxis_inverted()  # layers go down
                 out += list(np.asarray(line.get_xdata() if upright else line.get_ydata(), dtype=float))
         for made in ax.collections:
             if type(made).__name__ == "PathCollection":
                 out += list(np.asarray(made.get_offsets(), dtype=float)[:, 1])
+            elif "PolyCollection" in type(made).__name__ or "FillBetween" in type(made).__name__:
+                out += [v for path in made.get_paths() for v in path.vertices[:, 0 if upright else 1]]
+        out += [v for patch in ax.patches if type(patch).__name__ == "Rectangle" and ax.get_legend_handles_labels() for v in (patch.get_y(), patch.get_y() + patch.get_height()) if v not in (0, 1)]
     return np.array([x for x in out if np.isfinite(x)])
+
+
+def written(figure):
+    """Numbers of the texts inside the axes, as strings, e.g. of "0.38\\n[0.37, 0.39]"."""
+    return [x for ax in figure.axes for t in ax.texts for x in re.findall(r"-?\d+\.\d+", t.get_text())]
+
+
+def labelled(ax) -> bool:
+    """Both axes say what they show, the quantity with its unit; categories name themselves."""
+    def says(text, ticks) -> bool:
+        return "[" in text or any(word in text for word in ("rho", "layer", "head", "continuations M", "variance", "class", "closed-form cost")) or any(re.search("[a-z]{4}", t.get_text()) for t in ticks)
+
+    below = [other.get_xlabel() for other in ax.figure.axes if other is ax or ax.get_shared_x_axes().joined(ax, other)]
+    return says(ax.get_ylabel(), ax.get_yticklabels()) and says(" ".join(below), ax.get_xticklabels())
 
 
 @pytest.mark.parametrize("name", runner.figures_of("oracle_suite"))
@@ -345,7 +363,11 @@ def test_every_drawn_value_is_in_the_table(run, name):
     near = np.abs(known[np.clip(np.searchsorted(known, values), 0, len(known) - 1)] - values)
     before = np.abs(known[np.clip(np.searchsorted(known, values) - 1, 0, len(known) - 1)] - values)
     assert len(values) and np.minimum(near, before).max() < 1e-9
-    assert all(ax.get_xlabel() or ax.get_title() or ax.get_ylabel() for ax in figure.axes) and "n = " in figure.get_suptitle()
+    rounded = {f"{v:z.{d}f}" for v in known for d in (2, 3)}
+    assert set(written(figure)) <= rounded and (name != "retention_shift" or len(written(figure)) > 100)
+    bars = [ax for ax in figure.axes if ax.get_label() == "<colorbar>"]
+    assert [(ax.get_xlabel(), ax.get_ylabel()) for ax in figure.axes if ax not in bars and not labelled(ax)] == []
+    assert all(bar.get_xlabel() or bar.get_ylabel() for bar in bars) and "n = " in figure.get_suptitle()
     assert "95 %" in "".join(t.get_text() for t in figure.texts)
     figure.savefig(io.BytesIO(), dpi=40)
 
