@@ -27,12 +27,12 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     own = means[(means.metric == "error") & means.instance.isin(tables.long_enough(rows, max(manifest["budgets"])).instance)]
     wide = tables.matrix(own.assign(value=1 - own.value), ["arm", "keep"])
     budgets = sorted(int(b) for b in own["keep"].unique())
-    drawn = stats._drawn(len(wide), seed, stats.REPLICATES)
+    drawn = stats.draw_counts(len(wide), seed, stats.REPLICATES)
     curves = {name: (wide[name][budgets].mean().to_numpy(), drawn @ wide[name][budgets].to_numpy() / len(wide)) for name in (LORE_E, *AGAINST)}
     found = []
     for name in AGAINST:
         match, each = (equivalence.equivalence(budgets, curves[LORE_E][i], curves[name][i]) for i in (0, 1))
-        ends = stats._interval(each.saving) if len(wide) > 1 else np.full((2, len(budgets)), np.nan)  # one prompt has no interval
+        ends = stats.percentiles(each.saving) if len(wide) > 1 else np.full((2, len(budgets)), np.nan)  # one prompt has no interval
         found += [dict(arm=name, keep=b, n=len(wide), needed=match.needed[k], bound=int(match.bound[k]), value=match.saving[k], low=ends[0, k], high=ends[1, k],
                        bounded=float((each.bound[:, k] == 1).mean())) for k, b in enumerate(budgets)]
     return pd.concat([tables.estimates(wide, seed).assign(part="fidelity"), pd.DataFrame(found).assign(part="match")], ignore_index=True)

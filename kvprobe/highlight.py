@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .keeplog import ALIVE, KeepLog
-from .pieces import pieces
+from .token_text import pieces
 
 if TYPE_CHECKING:
     import pandas as pd

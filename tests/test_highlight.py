@@ -11,7 +11,7 @@ import torch
 import kvprobe
 from kvprobe import highlight
 from kvprobe.keeplog import ALIVE
-from kvprobe.pieces import pieces
+from kvprobe.token_text import pieces
 
 SPLIT = "Hi <b>&amp; it’s 🙂\n\n\tzwölf 'a' \x07 \u202e."
 
