@@ -24,7 +24,7 @@ AGAINST = {"mismatch": "mismatch: 1 - coverage by the window [1 - cosine]", "add
 
 def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """Part "prompt": a row per prompt; part "rho": Spearman over prompts, with p; part "held": the same with the length of the future held; part "layers":
-    Spearman over the layers of a prompt, mean over prompts."""
+    Spearman over the layers of a prompt, mean over prompts, p by the sign test over prompts."""
     import pandas as pd
 
     s = manifest["settings"]
@@ -40,7 +40,7 @@ def reduce(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
             each = np.array([own[x].corr(own[y], method="spearman") if own[[x, y]].nunique().min() > 1 else np.nan for _, own in layers.groupby(level="instance")])
             each = each[~np.isnan(each)]
             e = stats.mean(each, s["seed"]) if len(each) else stats.Estimate(None, None, None, 0)
-            found.append(dict(part="layers", x=x, y=y, n=e.n, value=e.value, low=e.low, high=e.high))
+            found.append(dict(part="layers", x=x, y=y, n=e.n, value=e.value, low=e.low, high=e.high, p=stats.sign_test(each, 0 * each).p if len(each) else np.nan))
     return pd.DataFrame(found).astype(dict.fromkeys(("value", "low", "high", "p"), float))
 
 
@@ -93,7 +93,7 @@ def draw(table: pd.DataFrame, manifest: dict):
     figure.colorbar(points, ax=list(axes[:, 2]), shrink=0.55, pad=0.06).set_label("length of the future [tokens]", fontsize=8)
     figure.suptitle(f"Gain of {LORE_E} over {WINDOW_ONLY} at B = {manifest['settings']['budget']} (n = {len(prompts)} prompts)", fontsize=11)
     plotting.footer(figure, tables.about(manifest, f"coverage: union, mean over layers and query heads; added: window and {manifest['settings']['m']} continuations over the window; each point one prompt, mean over seeds; "
-                                         "p: t approximation; held: partial rho; intervals over prompts"))
+                                         "p: t approximation, over layers the sign test over prompts; held: partial rho; intervals over prompts"))
     return figure
 
 

@@ -26,7 +26,7 @@ class CONFIG(COMMON):
     """prompts in all, each with its own names, values and filler"""
     length: int = 720
     """of a prompt, up to the answer, the middle one of three that are taken in turn [tokens]"""
-    spread: int = 180
+    spread: int = 170
     """how much shorter and longer the other two are [tokens]"""
     keeps: str = "40,47,56,66,78,92,109,128,152,179,211,250"
     """budgets: entries kept per KV head, the protected ones inside (B)"""

@@ -372,6 +372,15 @@ def test_every_drawn_value_is_in_the_table(run, name):
     figure.savefig(io.BytesIO(), dpi=40)
 
 
+def layered(rows):
+    """Of each prompt: rows whose means by layer rise with mismatch, and with the gain in fidelity of /E over the window only."""
+    for _, own in rows.groupby("instance"):
+        seen = own[(own.metric == "coverage") & (own.sets == "window")]
+        error = own[(own.metric == "error") & (own["keep"] == 48) & own.layer.notna() & own.arm.isin(["LORE /E", "window only"])]
+        weight = error.arm.map({"LORE /E": -1.0, "window only": 1.0}) / error.groupby(["arm", "layer"]).value.transform("size")
+        yield seen.assign(value=-seen.value), error.assign(value=weight * error.value * 2)
+
+
 def test_mismatch_is_gain_against_coverage(run):
     from kvprobe.figures import mismatch
 
@@ -383,6 +392,9 @@ def test_mismatch_is_gain_against_coverage(run):
     means = suite_tables.means_of(rows[(rows.instance == 1) & (rows["keep"] == 48)])
     error, recall = ({a: means[(means.metric == m) & (means.arm == a)].value.mean() for a in ("LORE /E", "window only")} for m in ("error", "recall_free"))
     assert p.fidelity == pytest.approx(error["window only"] - error["LORE /E"]) and p.recall_free == pytest.approx(recall["LORE /E"] - recall["window only"])
+    each = [np.sign(np.prod([np.diff(own.groupby("layer").value.mean())[0] for own in pair])) for pair in layered(rows)]
+    layers = table[(table.part == "layers") & (table.x == "mismatch") & (table.y == "fidelity")].iloc[0]
+    assert layers.value == pytest.approx(np.mean(each)) and layers.p == (0.5 if abs(np.sum(each)) == 2 else 1) and layers.n == 2
     rho = table[(table.part == "rho") & (table.x == "mismatch") & (table.y == "fidelity")].iloc[0]
     pair = table[table.part == "prompt"]
     assert rho.value == np.sign(np.diff(pair.mismatch)[0] * np.diff(pair.fidelity)[0]) and rho.n == 2
@@ -403,6 +415,7 @@ def test_mismatch_with_the_length_of_the_future_held():
             rows += [at | dict(metric=name, keep=48, arm=arm, value=v) for arm, v in (("LORE /E", 0.5 + (name != "error") * gain), ("window only", 0.5 + (name == "error") * gain))]
     table = mismatch.reduce(pd.DataFrame(rows), dict(settings=dict(seed=0, m=2, budget=48)))
     rho, held = (table[(table.part == part) & (table.x == "mismatch") & (table.y == "recall_free")].iloc[0] for part in ("rho", "held"))
+    assert table[table.part == "layers"].n.eq(0).all()  # one layer has no order
     assert rho.value > 0.8 and rho.low > 0.6 and held.low < 0 < held.high and rho.n == held.n == 60
 
 
