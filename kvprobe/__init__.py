@@ -19,7 +19,7 @@ _WHERE = {
     "Plan": "types", "Needs": "types", "Geometry": "types", "CacheView": "types",
     "SpanPin": "pins", "PromptPin": "pins", "SinkPin": "pins", "WindowPin": "pins",
     "KeepLog": "keeplog", "force": "engine", "prefill": "engine",
-    "generate": "generation", "evicting": "generation", "Generation": "generation",
+    "generate": "generation", "evicting": "generate_evicting", "Generation": "generation",
     "available": "registry",
     "capture": "inside.look", "estimate": "inside.look", "Capture": "inside.capture", "head_weights": "inside.sites", "list_sites": "inside.sites",
     "intervene": "inside.intervene", "head_masks": "inside.edits", "pin": "inside.edits", "ablate": "inside.edits",

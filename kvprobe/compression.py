@@ -16,11 +16,13 @@ from torch import Tensor
 from . import generation, registry, stored
 from .api import rotation
 from .eviction_cache import EvictionCache
+from .generation_input import check_length, ids_of, instances_of
 from .keeplog import KeepLog
 from .lookahead import Lookahead
-from .models import Model, prepare
+from .models import Model, cuda_devices, prepare
 from .pins import Pin, SinkPin, SpanPin, WindowPin, check_fits
 from .types import Plan
+from .writing import left_padded
 
 WINDOW = 32
 """Queries that vote at prompt end where a policy speaks of the buffer's and no window is protected [tokens]."""
@@ -128,8 +130,8 @@ def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_rati
     _check(pins, instances, seed, protect_first=protect_first, protect_window=protect_window)
     model = model if isinstance(model, Model) else prepare(model)
     given = _seen(prompt, question)
-    rows = generation._prompts(model, given, chat)
-    generation._check_length(model, rows, 1, endless=False)
+    rows = ids_of(model, given, chat)
+    check_length(model, rows, 1, endless=False)
     plan = Plan(Plan.resolve_keep(keep, keep_ratio, max(map(len, rows))), 0, pins_free, "prompt_end")
     chosen = registry.make_policy(_at_prompt_end(registry.make_policy(policy, policy_options), protect_window), None, model)
     common = tuple(pins) + ((SinkPin(protect_first),) if protect_first else ()) + ((WindowPin(protect_window),) if protect_window else ())
@@ -137,7 +139,7 @@ def compress(model, prompt, *, policy="lore", keep: int | None = None, keep_rati
     for row, own in zip(rows, row_pins):
         check_fits(common + own, model.geometry, plan, len(row))
     cache = EvictionCache(model.model.config, model.geometry, plan, chosen, pins=common, row_pins=row_pins,
-                          instances=generation._instances(instances, len(rows)), seed=seed, rotate=rotation(model, positions))
+                          instances=instances_of(instances, len(rows)), seed=seed, rotate=rotation(model, positions))
     return _run(model, cache, chosen, rows, seed, None if future is None else _looked(chosen, future, model, rows))
 
 
@@ -193,7 +195,7 @@ def _seen(prompt, question):
 
 def _run(model: Model, cache: EvictionCache, policy, rows, seed: int, future) -> Compressed:
     clock = Stages(model)
-    ids, mask = generation._left_padded(rows, model.device)
+    ids, mask = left_padded(rows, model.device)
     cache.hold()
     padded = dict(attention_mask=mask) if not bool(mask.all()) else {}
     logits = model.model(input_ids=ids, position_ids=(mask.cumsum(1) - 1).clamp(min=0), cache=cache, use_cache=True, logits_to_keep=1, **padded).logits[:, -1]
@@ -209,7 +211,7 @@ class Stages:
     """Seconds of each stage, the device's work included."""
 
     def __init__(self, model: Model):
-        self.cuda = generation._cuda(model)
+        self.cuda = cuda_devices(model)
         self.seconds: dict[str, float] = {}
         self.last = self._now()
 

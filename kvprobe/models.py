@@ -49,6 +49,11 @@ class Model:
         return getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
+def cuda_devices(model: Model) -> list[torch.device]:
+    """Those that hold some of the weights, sorted."""
+    return sorted({p.device for p in model.model.parameters() if p.device.type == "cuda"}, key=str)
+
+
 def cache_folder() -> Path:
     """Where prepared models are kept: $KVPROBE_CACHE, else the user's cache folder."""
     from platformdirs import user_cache_dir

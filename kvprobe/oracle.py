@@ -44,12 +44,12 @@ class Future:
 
 def future(model: Model, cache, logits: Tensor, t: int = 32) -> Future:
     """Decode greedily from the held, full cache to the end of the text, `t` tokens at most."""
-    from .generation import _eos
+    from .generation_input import eos
 
-    eos = _eos(model)
-    found = lookahead.sample(model, cache, logits, 1, t, temperature=0.0, eos=tuple(eos))
+    ends = eos(model)
+    found = lookahead.sample(model, cache, logits, 1, t, temperature=0.0, eos=tuple(ends))
     tokens, written = found.tokens[:, 0], found.valid[:, 0]
-    valid = written & ~torch.isin(tokens, torch.tensor(eos, device=tokens.device, dtype=tokens.dtype))
+    valid = written & ~torch.isin(tokens, torch.tensor(ends, device=tokens.device, dtype=tokens.dtype))
     valid = torch.where(valid.any(-1, keepdim=True), valid, written)
     return Future(tokens, valid, {layer: q[:, 0] for layer, q in found.queries.items()})
 

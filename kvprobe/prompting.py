@@ -273,7 +273,8 @@ class Prompting:
         """Prefill, greedy future and draws of one prompt."""
         import torch
 
-        from . import generation, lookahead, oracle
+        from . import lookahead, oracle
+        from .generation_input import eos
 
         task = self.tasks[batch]
         ids, tail = self._cut(task)
@@ -281,7 +282,7 @@ class Prompting:
             cache, logits = self._prefilled(ids, batch, self._gather())
             ahead = oracle.future(self.model, *self._asked(cache, logits, tail), self.config.future)
             truth = oracle.of(self.model, cache, ahead, dataclasses.replace(oracle.ANALYSIS, form=self.config.form))
-            draws = {d: lookahead.sample(self.model, cache, logits, self.particles, self.horizon, seed=eviction_seed(self.config.seed, d), eos=tuple(generation._eos(self.model)))
+            draws = {d: lookahead.sample(self.model, cache, logits, self.particles, self.horizon, seed=eviction_seed(self.config.seed, d), eos=tuple(eos(self.model)))
                      for d in sorted({a.draw for a in self.arms if a.ahead})}
         return Prompt(batch, task, ids, tail, cache, logits, truth, draws)
 

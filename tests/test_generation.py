@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import kvprobe
 import tiny
-from kvprobe import draws, generation
+from kvprobe import draws, writing
 from kvprobe.sampling import Sampler, inverse_cdf
 from kvprobe.streams import HALF, TextStream
 from oracle import Reference, random_scores
@@ -33,7 +33,7 @@ def letters():
 
 
 def left_padded(prompts):
-    ids, mask = generation._left_padded(prompts, "cpu")
+    ids, mask = writing.left_padded(prompts, "cpu")
     return dict(input_ids=ids, attention_mask=mask)
 
 
