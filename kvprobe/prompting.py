@@ -1,4 +1,4 @@
-"""What probes of prompt-time eviction share: the settings, and a session whose batches are one prompt under all arms.
+"""What probes of prompt-time eviction share: a session whose batches are one prompt under all arms (settings: prompt_settings.py).
 
 A prompt is read once. Every arm is a branch of that full cache, evicted once and measured against what the full cache goes on
 to write and against the true answer (LORE app. F, protocols 5 and 6). Arms of one sampling seed share one draw of continuations,
@@ -10,15 +10,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
 from . import arms as arm_module
 from . import registry, tasks
+from .comparing import eviction_seed
 from .metrics import fidelity
-from .comparing import Gather, eviction_seed
-from .types import Needs, Plan
+from .prompt_reading import Prompt, Reading
+from .prompt_settings import COMMON
+from .types import Plan
 
 METRICS = {"recall": "fraction", "recall_free": "fraction", "error": "1 - cosine", "logp": "nats", "retrieved": "fraction"}
 """What is measured of every arm, with its unit."""
@@ -26,75 +27,6 @@ CHANCE = "random, closed form"
 """Name of the rows that say what recall a uniform draw has on average."""
 TOGETHER = 16
 """Arms that are measured in one batch: each takes a copy of the prompt's cache for a moment."""
-
-
-@dataclass(frozen=True)
-class COMMON:
-    """Settings that every probe of prompt-time eviction has."""
-
-    model: str = "smollm2"
-    """smollm2 (embedded), tiny (random weights), a local folder, a .gguf file, or a hub id"""
-    kinds: str = "needles,variables"
-    """kinds of prompts, taken in turn (kvprobe.tasks): needles, variables, passages"""
-    length: int = 600
-    """of a prompt, up to the answer [tokens]"""
-    instances: int = 12
-    """prompts in all, each with its own names, values and filler"""
-    question: Literal["seen", "unseen"] = "seen"
-    """whether the prompt that is compressed ends behind the question, or before it"""
-    keeps: str = "128"
-    """budgets: entries kept per KV head, the protected ones inside (B), e.g. 64,128"""
-    sampling_seeds: int = 3
-    """fresh seeds under which every arm that samples or draws is repeated"""
-    window: int = 32
-    """newest prompt tokens: protected, and their queries score (w) [tokens]"""
-    future: int = 32
-    """most tokens of the greedy continuation that arms are measured against [tokens]"""
-    form: Literal["magnitude", "squared"] = "magnitude"
-    """cost of deletion, of the oracle and the arms: its magnitude (eq. 12, analyses) or the square (eq. 6, deployed)"""
-    filler: str = "builtin"
-    """text around the facts: builtin, a .jsonl file of `kvprobe traces`, or a text file"""
-    seed: int = 0
-    """seed of prompts, draws and bootstrap"""
-    device: str | None = None
-    """torch device, e.g. cuda; default cpu"""
-    device_map: str | None = None
-    """accelerate device map, e.g. auto, instead of device"""
-    dtype: str | None = None
-    """float32, bfloat16, float16 or float64; default float32 on a CPU, else the checkpoint's"""
-    threads: int = 0
-    """torch threads; 0 leaves torch's default"""
-
-    def __post_init__(self) -> None:
-        for name in ("instances", "sampling_seeds", "window", "future", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if min(self.threads, self.seed) < 0:
-            raise ValueError("threads and seed must not be negative")
-        for name, known in (("question", ("seen", "unseen")), ("form", ("magnitude", "squared"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
-        unknown = [k for k in names(self.kinds) if k not in tasks.KINDS]
-        if unknown or not names(self.kinds):
-            raise ValueError(f"kinds={self.kinds!r}: known are {', '.join(tasks.KINDS)}")
-        self.budgets
-
-    @property
-    def budgets(self) -> list[int]:
-        return numbers("keeps", self.keeps)
-
-
-def names(text: str) -> list[str]:
-    """ "a, b" -> ["a", "b"]"""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def numbers(name: str, text: str) -> list[int]:
-    """ "1,2" -> [1, 2]. Raises ValueError for anything but different whole numbers from 1 on."""
-    parts = names(text)
-    if not parts or not all(p.isdigit() and int(p) > 0 for p in parts) or len(set(parts)) < len(parts):
-        raise ValueError(f"{name}={text!r} must be different whole numbers from 1 on, e.g. 64,128")
-    return [int(p) for p in parts]
 
 
 @dataclass(frozen=True)
@@ -126,41 +58,11 @@ def arm(name: str, policy, keep: int, config: COMMON, model, columns: Mapping | 
     return [Arm(name, bound, keep, draw, columns or {}) for draw in range(seeds)]
 
 
-def build_tasks(config: COMMON, model) -> list[tasks.Task]:
-    """The prompts, kinds in turn. Raises ValueError for a model without a tokenizer or whose context is too short."""
-    if model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} came without a tokenizer: prompts of text need one")
-    kinds, out = names(config.kinds), {}
-    for k, kind in enumerate(kinds):
-        mine = range(k, config.instances, len(kinds))
-        out |= dict(zip(mine, tasks.build(model.tokenizer, kind, mine, length=config.length, seed=config.seed, filler=config.filler, context=model.context)))
-    return [out[i] for i in range(config.instances)]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt that was read: its full cache (held), logits [1 vocabulary] of its last token, the oracle of its future.
-
-    number: which prompt of the run; ids: what was compressed; tail: what is fed after the eviction, before the answer (the
-    question, where it is unseen). draws: per sampling seed the continuations, as many and as long as any arm takes.
-    """
-
-    number: int
-    task: tasks.Task
-    ids: np.ndarray
-    tail: np.ndarray
-    cache: object
-    logits: object
-    truth: object
-    draws: Mapping[int, object]
-
-
-class Prompting:
+class Prompting(Reading):
     """Base of a session. A probe gives arms and `report`, and perhaps more measures."""
 
     def __init__(self, config: COMMON, model, prompts: Sequence[tasks.Task], arms: Sequence[Arm]):
-        self.config, self.model, self.tasks, self.arms = config, model, list(prompts), list(arms)
-        self.particles, self.horizon = (max([getattr(a.policy, name) for a in self.arms if a.ahead], default=0) for name in ("m", "t"))
+        super().__init__(config, model, prompts, arms)
         self._check()
 
     def _check(self) -> None:
@@ -248,18 +150,7 @@ class Prompting:
         tick(len(some) * (len(prompt.tail) + len(prompt.task.answer_ids)))
         return dict(zip([i for i, _ in some], out))
 
-    # -- one prompt -------------------------------------------------------------------------------------------------
-
-    def _cut(self, task) -> tuple[np.ndarray, np.ndarray]:
-        """(what is compressed, what is fed behind it before the answer)"""
-        at = len(task.ids) if self.config.question == "seen" else task.cut
-        return task.ids[:at], task.ids[at:]
-
-    def _protected(self, ids) -> set[int]:
-        from .compression import structural
-
-        spans = [(0, 1), (max(0, len(ids) - self.config.window), len(ids)), *structural(self.model, ids.tolist())]
-        return {p for a, z in spans for p in range(a, z)}
+    # -- one arm ----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _first(tail) -> int:
@@ -268,59 +159,6 @@ class Prompting:
 
     def _plan(self, a: Arm) -> Plan:
         return Plan(a.keep, 0, schedule="prompt_end")
-
-    def read(self, batch: int) -> Prompt:
-        """Prefill, greedy future and draws of one prompt."""
-        import torch
-
-        from . import lookahead, oracle
-        from .generation_input import eos
-
-        task = self.tasks[batch]
-        ids, tail = self._cut(task)
-        with torch.no_grad():
-            cache, logits = self._prefilled(ids, batch, self._gather())
-            ahead = oracle.future(self.model, *self._asked(cache, logits, tail), self.config.future)
-            truth = oracle.of(self.model, cache, ahead, dataclasses.replace(oracle.ANALYSIS, form=self.config.form))
-            draws = {d: lookahead.sample(self.model, cache, logits, self.particles, self.horizon, seed=eviction_seed(self.config.seed, d), eos=tuple(eos(self.model)))
-                     for d in sorted({a.draw for a in self.arms if a.ahead})}
-        return Prompt(batch, task, ids, tail, cache, logits, truth, draws)
-
-    def _gather(self) -> Gather:
-        wants = [a.policy.needs for a in self.arms if a.policy is not None and not hasattr(a.policy, "observe")]
-        return Gather(Needs(window=max([n.window for n in wants], default=0), attn_mass=any(n.attn_mass for n in wants)))
-
-    def _prefilled(self, ids, number: int, policy):
-        """(held full cache, last logits)"""
-        import torch
-
-        from .compression import structural
-        from .eviction_cache import EvictionCache
-        from .lookahead import NEVER
-        from .pins import SinkPin, SpanPin, WindowPin
-
-        pins = (SinkPin(1), WindowPin(self.config.window), *(SpanPin(a, z, elsewhere="free") for a, z in structural(self.model, ids.tolist())))
-        cache = EvictionCache(self.model.model.config, self.model.geometry, NEVER, policy, row_pins=[pins], instances=[number], seed=self.config.seed)
-        cache.hold()
-        text = torch.as_tensor(ids, device=self.model.device)[None]
-        return cache, self.model.model(input_ids=text, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-
-    def _asked(self, cache, logits, tail):
-        """The full cache and its logits behind the question."""
-        import torch
-
-        if not len(tail):
-            return cache, logits
-        from .lookahead import NEVER
-        from .policies import random
-
-        branch, at = cache.branch(1, plan=NEVER, policy=random.POLICY()), cache.seen[0]
-        branch.hold()
-        text = torch.as_tensor(tail, device=self.model.device)[None]
-        positions = torch.arange(at, at + len(tail), device=text.device)[None]
-        return branch, self.model.model(input_ids=text, position_ids=positions, cache=branch, use_cache=True, logits_to_keep=1).logits[:, -1]
-
-    # -- one arm ----------------------------------------------------------------------------------------------------
 
     def ahead_of(self, a: Arm, prompt: Prompt):
         """What the arm's policy is handed as the future."""
@@ -401,26 +239,6 @@ class Prompting:
         scored = engine.force(self.model, cache, text[:, :-1], targets=text[:, first:], first=first)
         counts = torch.as_tensor(prompt.task.scored[self._first(prompt.tail) :])
         return [{"logp": float(logp[counts].sum()), "retrieved": float(top[counts].all())} for logp, top in zip(scored.logp.double(), scored.top)]
-
-
-# -- from rows to numbers --------------------------------------------------------------------------------------------------
-
-
-def per_prompt(rows, metric: str, **where) -> np.ndarray:
-    """[prompts]: a metric of the rows that match, the mean over sampling seeds, in the order of the prompts."""
-    part = rows[rows.metric == metric]
-    for column, value in where.items():
-        part = part[part[column] == value]
-    return part.groupby("instance").value.mean().sort_index().to_numpy()
-
-
-def seed_spread(rows, metric: str, **where) -> float | None:
-    """Standard deviation over sampling seeds of the mean over prompts; None with one seed."""
-    part = rows[rows.metric == metric]
-    for column, value in where.items():
-        part = part[part[column] == value]
-    means = part.groupby("draw").value.mean()
-    return float(means.std(ddof=1)) if len(means) > 1 else None
 
 
 def about(manifest: dict, *facts: str) -> str:

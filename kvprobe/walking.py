@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .comparing import Gather
-from .prompting import COMMON, Arm, Prompt, Prompting
+from .prompt_reading import Prompt
+from .prompt_settings import COMMON
+from .prompting import Arm, Prompting
 from .tasks import Task
 from .types import Needs
 

@@ -14,7 +14,7 @@ from .metrics import coverage
 from .policies import lore
 
 if TYPE_CHECKING:
-    from .prompting import Prompt
+    from .prompt_reading import Prompt
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import stats
-from .prompting import CHANCE, METRICS, per_prompt
+from .prompt_tables import per_prompt
+from .prompting import CHANCE, METRICS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvprobe import stats
-from kvprobe.prompting import CHANCE, COMMON, METRICS, Arm, arm, build_tasks, names, per_prompt, seed_spread
+from kvprobe.prompt_settings import COMMON, build_tasks, names
+from kvprobe.prompt_tables import per_prompt, seed_spread
+from kvprobe.prompting import CHANCE, METRICS, Arm, arm
 from kvprobe.walking import Walking
 
 if TYPE_CHECKING:

@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING, Literal
 
 from kvprobe import arms as arm_module
 from kvprobe import stats
+from kvprobe.comparing import eviction_seed
 from kvprobe.policies import lore
-from kvprobe.prompting import CHANCE, COMMON, METRICS, Arm, Prompt, Prompting, arm, build_tasks, eviction_seed, per_prompt
+from kvprobe.prompt_reading import Prompt
+from kvprobe.prompt_settings import COMMON, build_tasks
+from kvprobe.prompt_tables import per_prompt
+from kvprobe.prompting import CHANCE, METRICS, Arm, Prompting, arm
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvprobe import stats, tasks
-from kvprobe.prompting import COMMON, Prompt, names, numbers, per_prompt
+from kvprobe.prompt_reading import Prompt
+from kvprobe.prompt_settings import COMMON, names, numbers
+from kvprobe.prompt_tables import per_prompt
 from kvprobe.suite.orders import ORACLE, RANDOM, Ranked, arms
 from kvprobe.suite.tables import report_table  # noqa: F401
 from kvprobe.walking import Walking

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 from kvprobe import reliability, stats
 from kvprobe.policies import lore
-from kvprobe.prompting import CHANCE, COMMON, METRICS, Arm, Prompt, Prompting, arm, build_tasks, per_prompt
+from kvprobe.prompt_reading import Prompt
+from kvprobe.prompt_settings import COMMON, build_tasks
+from kvprobe.prompt_tables import per_prompt
+from kvprobe.prompting import CHANCE, METRICS, Arm, Prompting, arm
 from kvprobe.reliability import PRESETS as WEIGHTINGS
 from kvprobe.weighing_tables import COVERAGE, PARTICLE, PLANE, SPREAD, report_table  # noqa: F401
 

@@ -12,7 +12,9 @@ from kvprobe import lookahead, oracle, prompting, registry
 from kvprobe.metrics import fidelity
 from kvprobe.compression import compress
 from kvprobe.models import load
-from kvprobe.prompting import CHANCE, COMMON, Arm, Prompting, arm, build_tasks, per_prompt
+from kvprobe.prompt_settings import COMMON, build_tasks
+from kvprobe.prompt_tables import per_prompt, seed_spread
+from kvprobe.prompting import CHANCE, Arm, Prompting, arm
 
 SMALL = COMMON(model="tiny", instances=2, length=480, keeps="96", window=8, future=4, sampling_seeds=2, kinds="needles", dtype="float64")
 LORE = "lore(window=8,m=2,t=3,chunk=4)"
@@ -173,7 +175,7 @@ def test_prompts_of_several_kinds_take_turns(lm):
 def test_per_prompt_is_a_mean_over_seeds():
     rows = pd.DataFrame([dict(instance=i, arm="a", draw=d, metric="recall", value=v) for i, d, v in [(1, 0, 0.2), (1, 1, 0.4), (0, 0, 0.5), (0, 1, 0.7)]])
     assert per_prompt(rows, "recall", arm="a").tolist() == pytest.approx([0.6, 0.3])
-    assert prompting.seed_spread(rows, "recall") == pytest.approx(abs(0.35 - 0.55) / 2**0.5) and prompting.seed_spread(rows[rows.draw == 0], "recall") is None
+    assert seed_spread(rows, "recall") == pytest.approx(abs(0.35 - 0.55) / 2**0.5) and seed_spread(rows[rows.draw == 0], "recall") is None
 
 
 # -- lookahead_geometry ----------------------------------------------------------------------------------------------------
