@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvprobe import deletion
+from kvprobe import deletion, deletion_walks
 from kvprobe.deletion import Cost, Psi
 from kvprobe.policies import caote
 from kvprobe.types import CacheView
@@ -73,9 +73,9 @@ GROUPS = {"mean": lambda x: x.mean(2), "sum": lambda x: x.sum(2), "max": lambda 
 def tiling(request, monkeypatch):
     if request.param != "one tile":
         monkeypatch.setitem(deletion.BLOCK, "cpu", 1)
-        monkeypatch.setattr(deletion, "STRIP", 4)
+        monkeypatch.setattr(deletion_walks, "STRIP", 4)
     if request.param == "tiles made twice":
-        monkeypatch.setattr(deletion, "HELD_BYTES", 0)
+        monkeypatch.setattr(deletion_walks, "HELD_BYTES", 0)
 
 
 @pytest.fixture(scope="module")
