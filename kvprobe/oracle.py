@@ -13,11 +13,9 @@ from torch import Tensor
 
 from . import allocation, deletion, lookahead
 from .metrics import fidelity
+from .metrics.perturbation import ANALYSIS, oracle_score
 from .models import Model
 from .types import CacheView, Needs
-
-ANALYSIS = deletion.Cost(form="magnitude")
-"""Eq. 12: the root of what is deployed, so that a single query ranks alike."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,11 @@ def _gram(model: Model, layer: int, cost: deletion.Cost, device) -> Tensor | Non
 
 def score(model: Model, cache, ahead: Future, cost: deletion.Cost = ANALYSIS) -> Tensor:
     """S* [l b hkv n]: what deleting each entry costs on Q_future alone, the mean over its queries, softmax over the prompt's keys only."""
-    out, by = [], ahead.valid.double() / ahead.valid.sum(-1, keepdim=True)
+    out = []
     for layer in cache.geometry.kv_layers:
         held = cache.layers[layer]
-        mine = deletion.weighted(ahead.queries[layer].to(held.keys.device), held.keys, held.values, held.scaling, _gram(model, layer, cost, held.keys.device),
-                                 _seen(cache, held.keys.device), by, cost)
+        mine = oracle_score(ahead.queries[layer].to(held.keys.device), held.keys, held.values, held.scaling, _gram(model, layer, cost, held.keys.device),
+                            _seen(cache, held.keys.device), ahead.valid, cost)
         out.append(mine.to(cache.kept_device))
     return torch.stack(out)
 

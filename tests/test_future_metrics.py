@@ -18,7 +18,7 @@ from kvprobe import deletion
 from kvprobe.metrics import composition, coverage, divergence, equivalence, layer_maps, ranking
 
 L, B, HQ, HKV, T, D, W, M, N = 2, 2, 4, 2, 3, 5, 4, 3, 12
-WORKED = {"coverage": 5, "fidelity": 3, "ranking": 6, "composition": 3, "layer_maps": 3, "equivalence": 2, "divergence": 2}
+WORKED = {"coverage": 5, "fidelity": 3, "ranking": 6, "composition": 3, "layer_maps": 3, "perturbation": 1, "equivalence": 2, "divergence": 2}
 """Docstrings with a worked example."""
 
 

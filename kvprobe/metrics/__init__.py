@@ -2,7 +2,7 @@
 
 Here: numbers from rows, each with the estimator it is. One module per subject beside them, loaded when it is asked for (they need torch):
 coverage (and mismatch), fidelity (Recall@B, output error), ranking (top-B overlap, Spearman), composition (enrichment by class of token),
-layer_maps (perturbation energy, gain by head), equivalence (budgets that match), divergence (KL along a text).
+perturbation (the oracle score), layer_maps (perturbation energy, gain by head), equivalence (budgets that match), divergence (KL along a text).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from kvprobe.stats import REPLICATES, Estimate, bootstrap, difference, mean, ratio
 
 __all__ = ["REPLICATES", "Estimate", "bootstrap", "difference", "mean", "recall_gain", "recallable", "survival"]
-_MODULES = ("coverage", "fidelity", "ranking", "composition", "layer_maps", "equivalence", "divergence")
+_MODULES = ("coverage", "fidelity", "ranking", "composition", "layer_maps", "perturbation", "equivalence", "divergence")
 
 
 def __getattr__(name: str):

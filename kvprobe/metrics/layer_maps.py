@@ -7,9 +7,7 @@ from torch import Tensor
 
 from .. import deletion
 from . import fidelity
-
-ANALYSIS = deletion.Cost(form="magnitude")
-"""Eq. 12; the square of eq. 6 changes the scale and the shares."""
+from .perturbation import ANALYSIS
 
 
 def energy(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, gram: Tensor | None = None, visible: Tensor | None = None,
