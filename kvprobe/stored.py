@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .eviction_cache import EvictionCache, EvictionLayer
+from .eviction_cache import EvictionCache
+from .eviction_layer import EvictionLayer
 from .keeplog import Recorder
 from .models import Model, prepare
 from .pins import PinTable
@@ -93,8 +94,8 @@ def _policy(facts: dict):
 
 def _cache(model: Model, facts: dict, tensors: dict[str, Tensor]) -> EvictionCache:
     """A cache at the prompt's end that evicts no more."""
-    from .eviction_cache import _Step
     from .policies import random
+    from .seeing import Step
 
     cache = EvictionCache(model.model.config, model.geometry, Plan(**facts["plan"]), random.POLICY(), instances=facts["instances"], seed=facts["seed"])
     for i, (layer, plain) in enumerate(zip(cache.layers, facts["layers"], strict=True)):
@@ -108,7 +109,7 @@ def _cache(model: Model, facts: dict, tensors: dict[str, Tensor]) -> EvictionCac
     cache.kept = tensors["kept"].to(device) if "kept" in tensors else None
     cache.tail = [tensors[name].to(device) for name in sorted((n for n in tensors if n.startswith("tail.")), key=lambda n: int(n[5:]))]
     cache.pins = PinTable([()] * rows, model.geometry, device)
-    cache.step = _Step(0, padded=False, done=True)
+    cache.step = Step(0, padded=False, done=True)
     return cache
 
 
