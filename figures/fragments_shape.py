@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvprobe.head_sets import told
+from kvprobe.head_tables import told
 from kvprobe.probes.fragments import DEALT, WHOLE, contrast, summary
 
 if TYPE_CHECKING:

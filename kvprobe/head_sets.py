@@ -1,4 +1,4 @@
-"""What probes share that choose which sites keep a planted fact: settings, scripts, conditions as rules about spans, checks, tables.
+"""What probes share that choose which sites keep a planted fact: settings, conditions as rules about spans, and the session.
 
 A session is a `Comparing` whose arms are conditions (`Case`): everything up to the first round is computed once for all of them.
 """
@@ -9,20 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from kvprobe import arms, keeplog, metrics, needles, planting, registry, stats
-from kvprobe.comparing import COMMON, NEVER, Ask, Comparing, Story, answer_rows, eviction_seed
-from kvprobe.pins import SpanPin
-from kvprobe.types import watches
+from . import arms, planting, registry, stats
+from .comparing import COMMON, NEVER, Comparing, Story, answer_rows, eviction_seed
+from .head_checks import audit_check, far_check, near_check, rounds_check
+from .head_tables import DELETED, FULL, KEPT, wide
+from .pins import SpanPin
+from .types import watches
 
 if TYPE_CHECKING:
     import pandas as pd
 
-KEPT, DELETED, FULL = "kept", "deleted", "full"
-"""The endpoints, and the cache that evicts nothing: cases of every such probe."""
-NATS_APART, NATS_BELOW = 3.0, 0.5
-"""Least distance between the endpoints, and how far the fact kept everywhere may fall below the full cache, in mean log p [nats]."""
 ABLE = 0.5
 """Retrieval of the full cache from which on kept is judged against it: a model that cannot answer at all is no measure of an instrument."""
 
@@ -58,60 +54,6 @@ class HEADS(COMMON):
         for name in ("pre", "box", "query", "rows_per_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-
-
-@dataclass(frozen=True)
-class Wording:
-    """What is said and asked; {var}, {x} and {y} are the variable and its two values. apart: between the starts of the boxes [tokens]."""
-
-    boxes: tuple[str, ...] = (needles.FACT.replace("{value}", "{x}"),)
-    query: str = needles.QUERY
-    answer: str = "{x}"
-    apart: int = 0
-
-
-ONE = Wording()
-SPANS = ("x", "y")
-"""Names of the boxes' spans; "x value" is the span of the value's tokens in box x, "x answer" where they stand after the last question."""
-
-
-def stories(config: HEADS, tokenizer, wording: Wording = ONE) -> list[Story]:
-    """Stub, filler, the boxes, filler up to the last question. Raises ValueError for boxes that the first round could not take."""
-    filler, head, plan = needles.Filler(config.filler, tokenizer), needles.stub(tokenizer), config.plan
-    first, last = len(head) + config.pre, planting.first_candidates(plan)
-    stop = first + (len(wording.boxes) - 1) * wording.apart + config.box
-    if stop > last:
-        raise ValueError(f"the last box ends at {stop}: only positions below {last} are candidates from the first round on")
-    asked = planting.asked_after(plan, planting.rounds_of(config.rounds)[0], config.query)
-    if asked < stop:
-        raise ValueError(f"the first question comes after {asked} tokens, before the last box has ended at {stop}: ask later")
-    numbers = planting.values(config.seed, 5, 2 * config.instances)
-    found = [_story(config, tokenizer, filler, head, first, wording, i, {"x": numbers[i], "y": numbers[-1 - i]}) for i in range(config.instances)]
-    if len({(len(s.asks[0].value), *s.spans.values()) for s in found}) > 1:
-        raise ValueError("the values take different numbers of tokens: instances could not be compared")
-    return found
-
-
-def _story(config: HEADS, tokenizer, filler, head, first: int, wording: Wording, i: int, numbers: dict) -> Story:
-    words = dict(var=needles.VARIABLES[i % len(needles.VARIABLES)], **numbers)
-    forbidden = (words["var"], words["var"] + "2", *numbers.values(), "passcode")
-    marks, inside = [], {}
-    for k, (name, text) in enumerate(zip(SPANS, wording.boxes)):
-        ids, (a, z) = needles.locate(tokenizer, text.format(**words), numbers[name])
-        start = first + k * wording.apart
-        marks.append(planting.Mark(name, start, planting.filled(filler, ids, config.box, forbidden, np.random.default_rng([config.seed, 7, i, k]))))
-        inside[f"{name} value"] = (start + a, start + z)
-    answer = wording.answer.format(**words)
-    asked, span = needles.locate(tokenizer, wording.query.format(**words) + answer, answer)
-    query = planting.filled(filler, asked[: span[0]], config.query, forbidden, np.random.default_rng([config.seed, 8, i]), front=True)
-    asks = tuple(Ask(f"{n} rounds", planting.asked_after(config.plan, n, config.query), query, asked[span[0] :]) for n in planting.rounds_of(config.rounds))
-    for name, _ in zip(SPANS, wording.boxes):
-        a, z = needles.locate(tokenizer, wording.query.format(**words) + answer, numbers[name])[1]
-        behind = asks[-1].at + config.query - span[0]
-        inside[f"{name} answer"] = (behind + a, behind + z)
-    ids, spans = planting.write(filler, head, marks, asks[-1].at, forbidden, np.random.default_rng([config.seed, 6, i]))
-    facts = ", ".join(f"{words['var']}{'' if name == 'x' else '2'} = {numbers[name]}" for name, _ in zip(SPANS, wording.boxes))
-    return Story(i, ids, len(head), asks, spans | inside, facts)
 
 
 # -- conditions ---------------------------------------------------------------------------------------------------------
@@ -253,91 +195,3 @@ class HeadSets(Comparing):
             told = f"kept - full = {below.text()}" + ("" if able else f" (not judged: the full cache itself retrieves {got:.2f})")
             out.insert(0, near_check(below.value, told, len(found[0]), applies and bool(able)))
         return out
-
-
-# -- checks of the instrument -------------------------------------------------------------------------------------------
-
-
-def audit_check(logged: Iterable, before: int):
-    """Whether logs show the spans in exactly the named sites. logged: (log, row, pins); before: the position of the token whose logits
-    give the first value that is asked for, by which banned spans must be gone."""
-    from kvprobe.runner import Check
-
-    wrong, count, last = [], 0, 0
-    for log, k, pins in logged:
-        wrong += keeplog.audit(log, k, pins)
-        gone = [round_ for pin in pins for round_ in keeplog.gone_by(log, k, pin).values()]
-        last, count = max([last, *(g + 1 for g in gone)]), count + log.rounds(k)
-        if any(g >= log.rounds(k, before=before) for g in gone):
-            wrong.append(f"row {k}: the banned box was not gone before the value was asked for")
-    told = f"{len(wrong)} breaches in {count} row-rounds" + (f", first: {wrong[0]}" if wrong else f"; banned boxes gone by round {last}")
-    return Check("audit: the log shows the box in exactly the named sites at every round", not wrong, told, "no breach")
-
-
-def rounds_check(told: Mapping[str, list[int]]):
-    """told: per question, named after its rounds, the counts that the keep logs gave."""
-    from kvprobe.runner import Check
-
-    return Check("rounds before the value, counted from the keep log, are those asked for", all(v == [int(k.split()[0])] for k, v in told.items()), str(dict(told)), "as named")
-
-
-def near_check(value: float, told: str, n: int, applies: bool, least: float = NATS_BELOW):
-    """value: kept - full, in mean log p [nats]."""
-    from kvprobe.runner import Check
-
-    return Check("the fact kept everywhere under eviction is worth about the full cache", value >= -least if applies else None, f"{told} nats, n={n}", f">= {-least:g} nats")
-
-
-def far_check(value: float, told: str, n: int, applies: bool, least: float = NATS_APART):
-    """value: kept - deleted, in mean log p [nats], the least of several."""
-    from kvprobe.runner import Check
-
-    return Check("the endpoints kept and deleted are far apart", value >= least if applies else None, f"{told} nats, n={n}", f">= {least:g} nats")
-
-
-# -- tables -------------------------------------------------------------------------------------------------------------
-
-COLUMNS = ("retrieval", "R", "logp")
-
-
-def wide(rows: pd.DataFrame, metric: str, ask: str | None = None) -> pd.DataFrame:
-    """One row per instance, one column per case, the mean over eviction seeds; of one question where `ask` names it."""
-    part = rows[(rows.metric == metric) & (True if ask is None else rows.ask == ask)]
-    return part.pivot_table(index="instance", columns="case", values="value", aggfunc="mean").sort_index()
-
-
-def summarise(rows: pd.DataFrame, groups: Mapping[str, Sequence[str]], seed: int, ask: str | None = None) -> pd.DataFrame:
-    """Per group of cases: n, retrieval, recall R and log p [nats], each with its 95 % interval over instances as columns.
-
-    The cases of a group are averaged within each instance first. R lies between the endpoints of the same question.
-    """
-    import pandas as pd
-
-    logp, got = wide(rows, "logp", ask), wide(rows, "retrieved", ask)
-    out = []
-    for name, members in groups.items():
-        mine = logp[list(members)].mean(axis=1)
-        found = dict(retrieval=stats.mean(got[list(members)].mean(axis=1), seed), R=metrics.recall_gain(mine, logp[DELETED], logp[KEPT], seed), logp=stats.mean(mine, seed))
-        out.append(dict(name=name, cases=len(members), n=len(logp)) | flat(found))
-    return pd.DataFrame(out)
-
-
-def flat(found: Mapping[str, stats.Estimate]) -> dict:
-    """Estimates as columns key, key_low, key_high; nan where there is no value."""
-    def number(x):
-        return np.nan if x is None else float(x)
-
-    return {column: number(v) for key, e in found.items() for column, v in ((key, e.value), (f"{key}_low", e.low), (f"{key}_high", e.high))}
-
-
-def told(row: Mapping, key: str, digits: int = 2) -> str:
-    """A value of a table's row and its interval as text, "n/a" without a value."""
-    parts = [None if np.isnan(row[k]) else float(row[k]) for k in (key, f"{key}_low", f"{key}_high")]
-    return stats.Estimate(*parts, n=0).text(digits)
-
-
-def printed(table: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
-    """A table as printed: columns[column of the table] is what it is called; numbers with an interval become text."""
-    import pandas as pd
-
-    return pd.DataFrame({title: [told(r, key) for _, r in table.iterrows()] if f"{key}_low" in table else table[key] for key, title in columns.items()})

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe import coalitions as games
-from kvprobe import head_sets, metrics, places, planting, stats
-from kvprobe.head_sets import DELETED, HEADS, KEPT, HeadSets, Hold
+from kvprobe import head_sets, head_stories, head_tables, metrics, places, planting, stats
+from kvprobe.head_sets import HEADS, HeadSets, Hold
+from kvprobe.head_tables import DELETED, KEPT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -108,7 +109,7 @@ class Session(HeadSets):
         self.games = games_of(config, model.geometry)
         rules = {g.case(s): (Hold(g.sites(s)),) for g in self.games for s in g.coalitions}
         rules = {name: holds for name, holds in rules.items() if name not in (KEPT, DELETED)}
-        super().__init__(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
+        super().__init__(config, model, head_stories.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
 
     def facts(self) -> dict:
         told = {g.name: {"players": [p.name for p in g.players], "coalitions": len(g.coalitions), "orders": None if g.order is None else g.order.tolist()} for g in self.games}
@@ -144,7 +145,7 @@ def replay(manifest: dict) -> list[tuple[Game, list[str]]]:
 
 def worths(rows: pd.DataFrame, game: Game) -> dict[int, np.ndarray]:
     """Gain in log p over the fact banned everywhere, per coalition and instance [n], in nats."""
-    logp = head_sets.wide(rows, "logp")
+    logp = head_tables.wide(rows, "logp")
     return {s: (logp[game.case(s)] - logp[DELETED]).to_numpy() for s in game.coalitions}
 
 

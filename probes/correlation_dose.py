@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe import draws as hashed
-from kvprobe import head_sets, metrics, stats
-from kvprobe.head_sets import DELETED, HEADS, KEPT, HeadSets, Hold
+from kvprobe import head_sets, head_stories, head_tables, metrics, stats
+from kvprobe.head_sets import HEADS, HeadSets, Hold
+from kvprobe.head_tables import DELETED, KEPT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,7 +110,7 @@ class Session(HeadSets):
                 found |= set(sets)
                 self.times[i][cell] = {name(s, g.n_kv): sets.count(s) for s in set(sets)}
         rules = {name(s, g.n_kv): (Hold(head_sets.sites(g, s)),) for s in sorted(found, key=lambda s: (len(s), s)) if 0 < len(s) < g.n_kv}
-        super().__init__(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
+        super().__init__(config, model, head_stories.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
 
     def rows_of(self, arm, story, k, log, answers) -> list[dict]:
         rows = super().rows_of(arm, story, k, log, answers)
@@ -146,7 +147,7 @@ def by_count(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """What k heads are worth: retrieval, R and log p [nats] averaged over all sets of k heads that were computed, all sets being likely alike."""
     sizes = sets_of(rows, manifest["model"]["kv_heads"])
     groups = {k: [c for c, size in sizes.items() if size == k] for k in sorted(set(sizes.values()))}
-    table = head_sets.summarise(rows, groups, manifest["settings"]["seed"])
+    table = head_tables.summarise(rows, groups, manifest["settings"]["seed"])
     return table.rename(columns={"name": "heads"})
 
 
@@ -157,7 +158,7 @@ def per_script(rows: pd.DataFrame, manifest: dict) -> dict[tuple[float, float], 
     import pandas as pd
 
     h = manifest["model"]["kv_heads"]
-    sizes, values, out = sets_of(rows, h), {m: head_sets.wide(rows, m) for m in ("logp", "retrieved")}, {}
+    sizes, values, out = sets_of(rows, h), {m: head_tables.wide(rows, m) for m in ("logp", "retrieved")}, {}
     for (p, rho), part in rows[rows.metric == "drawn"].groupby(["marginal", "correlation"], sort=False):
         times = part.pivot(index="instance", columns="case", values="value").sort_index()
         shares, held = times.div(times.sum(axis=1), axis=0), np.array([sizes[c] for c in times])
@@ -176,14 +177,14 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """
     import pandas as pd
 
-    seed, logp, out = manifest["settings"]["seed"], head_sets.wide(rows, "logp"), []
+    seed, logp, out = manifest["settings"]["seed"], head_tables.wide(rows, "logp"), []
     for (p, rho), x in per_script(rows, manifest).items():
         found = {"logp": stats.mean(x.logp, seed)}
         for suffix in ("", " exact"):
             there = bool(x[f"logp{suffix}"].notna().all())
             found[f"R{suffix}"] = metrics.recall_gain(x[f"logp{suffix}"], logp[DELETED], logp[KEPT], seed) if there else _none(x)
             found[f"retrieval{suffix}"] = stats.mean(x[f"retrieved{suffix}"], seed) if there else _none(x)
-        out.append(dict(marginal=p, correlation=rho, n=len(x), draws=int(x.draws.iloc[0]), held=x.held.mean(), any=x["any"].mean()) | head_sets.flat(found))
+        out.append(dict(marginal=p, correlation=rho, n=len(x), draws=int(x.draws.iloc[0]), held=x.held.mean(), any=x["any"].mean()) | head_tables.flat(found))
     return pd.DataFrame(out)
 
 
@@ -199,7 +200,7 @@ def contrast(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """
     import pandas as pd
 
-    seed, logp, cells, out = manifest["settings"]["seed"], head_sets.wide(rows, "logp"), per_script(rows, manifest), []
+    seed, logp, cells, out = manifest["settings"]["seed"], head_tables.wide(rows, "logp"), per_script(rows, manifest), []
     available = (logp[KEPT] - logp[DELETED]).to_numpy()
     recalls = metrics.recall_gain(logp[KEPT], logp[DELETED], logp[KEPT], seed).value is not None
     low, high = min(rho for _, rho in cells), max(rho for _, rho in cells)
@@ -210,7 +211,7 @@ def contrast(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
             there = bool(gap[f"logp{suffix}"].notna().all())
             found[f"R{suffix}"] = stats.ratio(gap[f"logp{suffix}"].to_numpy(), available, seed) if there and recalls else _none(gap)
             found[f"retrieval{suffix}"] = stats.mean(gap[f"retrieved{suffix}"], seed) if there else _none(gap)
-        out.append(dict(marginal=p, low=low, high=high, n=len(gap)) | head_sets.flat(found))
+        out.append(dict(marginal=p, low=low, high=high, n=len(gap)) | head_tables.flat(found))
     return pd.DataFrame(out)
 
 
@@ -226,4 +227,4 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     columns = {"what": "survival", "n": "n", "R": "recall R [95 %]", "retrieval": "retrieval [95 %]", "logp": "mean log p, nats [95 %]"}
     exact = columns | {"R exact": "R, exact law", "retrieval exact": "retrieval, exact law"}
     parts = (s, exact | {"drawn": "drawn"}), (d, exact), (k, columns)
-    return pd.concat([head_sets.printed(x, c) for x, c in parts], ignore_index=True).fillna("-")
+    return pd.concat([head_tables.printed(x, c) for x, c in parts], ignore_index=True).fillna("-")

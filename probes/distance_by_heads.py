@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import conditions, head_sets, metrics, stats
-from kvprobe.head_sets import DELETED, FULL, HEADS, KEPT, HeadSets, Hold
+from kvprobe import conditions, head_sets, head_stories, head_tables, metrics, stats
+from kvprobe.head_sets import HEADS, HeadSets, Hold
+from kvprobe.head_tables import DELETED, FULL, KEPT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +59,7 @@ def start(config: CONFIG, model) -> Session:
     if model.tokenizer is None:
         raise ValueError(f"model {model.name!r} came without a tokenizer: planted facts need one")
     found = head_sets.cases(config, model, rules(config, model.geometry), full=config.full)
-    return Session(config, model, head_sets.stories(config, model.tokenizer), found)
+    return Session(config, model, head_stories.stories(config, model.tokenizer), found)
 
 
 class Session(HeadSets):
@@ -90,7 +91,7 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     seed, out = manifest["settings"]["seed"], []
     for ask in dict.fromkeys(rows.ask):
         names = list(dict.fromkeys(rows.case))
-        found = head_sets.summarise(rows, {n: [n] for n in names}, seed, ask)
+        found = head_tables.summarise(rows, {n: [n] for n in names}, seed, ask)
         found["seed_sd"] = [np.nan if n in (FULL, KEPT, DELETED) or np.isnan(r) else seed_spread(rows, n, ask) for n, r in zip(names, found.R)]
         out.append(found.assign(rounds=int(ask.split()[0])))
     table = pd.concat(out, ignore_index=True)
@@ -107,7 +108,7 @@ def trend(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     import pandas as pd
 
     asks = list(dict.fromkeys(rows.ask))
-    first, last = head_sets.wide(rows, "logp", asks[0]), head_sets.wide(rows, "logp", asks[-1])
+    first, last = head_tables.wide(rows, "logp", asks[0]), head_tables.wide(rows, "logp", asks[-1])
 
     def change(a, kept_a, low_a, b, kept_b, low_b, axis=-1):
         def r(x, kept, low):
@@ -119,7 +120,7 @@ def trend(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     for name in [n for n in first if n not in (KEPT, DELETED, FULL)]:
         samples = [x[c].to_numpy() for x in (first, last) for c in (name, KEPT, DELETED)]
         found = stats.bootstrap(change, *samples, seed=seed) if there else stats.Estimate(None, None, None, len(first))
-        out.append(dict(name=name, n=len(first)) | head_sets.flat({"R": found}))
+        out.append(dict(name=name, n=len(first)) | head_tables.flat({"R": found}))
     return pd.DataFrame(out)
 
 
@@ -130,10 +131,10 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     s = summary(rows, manifest)
     s["sd"] = ["-" if np.isnan(x) else f"{x:.2f}" for x in s.seed_sd]
     columns = {"heads": "heads that hold it", "rounds": "rounds", "n": "n", "retrieval": "retrieval [95 %]", "R": "recall R [95 %]", "sd": "seed sd of R", "logp": "mean log p, nats [95 %]"}
-    table = head_sets.printed(s, columns)
+    table = head_tables.printed(s, columns)
     d = trend(rows, manifest)
     if len(d) and s["rounds"].nunique() > 1:
         d["heads"], d["rounds"] = d.name, f"{s['rounds'].min()} to {s['rounds'].max()}"
-        change = head_sets.printed(d, {k: columns[k] for k in ("heads", "rounds", "n", "R")}).assign(**{"retrieval [95 %]": "change in R:"})
+        change = head_tables.printed(d, {k: columns[k] for k in ("heads", "rounds", "n", "R")}).assign(**{"retrieval [95 %]": "change in R:"})
         table = pd.concat([table, change[[c for c in table if c in change]]], ignore_index=True).fillna("-")
     return table

@@ -8,8 +8,9 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 
-from kvprobe import head_sets, stats
-from kvprobe.head_sets import DELETED, FULL, KEPT, HEADS, Hold, HeadSets
+from kvprobe import head_sets, head_stories, head_tables, stats
+from kvprobe.head_sets import HEADS, HeadSets, Hold
+from kvprobe.head_tables import DELETED, FULL, KEPT
 from kvprobe.keeplog import ALIVE
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def start(config: CONFIG, model) -> Session:
     """Build the scripts and refuse what cannot work, before anything is computed."""
     if model.tokenizer is None:
         raise ValueError(f"model {model.name!r} came without a tokenizer: planted facts need one")
-    return Session(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules(config, model.geometry)))
+    return Session(config, model, head_stories.stories(config, model.tokenizer), head_sets.cases(config, model, rules(config, model.geometry)))
 
 
 class Session(HeadSets):
@@ -146,11 +147,11 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
 
     seed, named, out = manifest["settings"]["seed"], groups(manifest), []
     for (c, kind), members in named.items():
-        out.append(head_sets.summarise(rows, {"mean": members}, seed).assign(copies=c, kind=kind))
-        out.append(head_sets.summarise(rows, {m.split(f" c={c} ")[1]: [m] for m in members}, seed).assign(copies=c, kind=f"one {kind}"))
+        out.append(head_tables.summarise(rows, {"mean": members}, seed).assign(copies=c, kind=kind))
+        out.append(head_tables.summarise(rows, {m.split(f" c={c} ")[1]: [m] for m in members}, seed).assign(copies=c, kind=f"one {kind}"))
     heads = len(manifest["heads"])
     ends = {DELETED: 0, KEPT: heads, FULL: heads}
-    out.append(head_sets.summarise(rows, {n: [n] for n in ends}, seed).assign(copies=list(ends.values()), kind="end"))
+    out.append(head_tables.summarise(rows, {n: [n] for n in ends}, seed).assign(copies=list(ends.values()), kind="end"))
     return pd.concat(out, ignore_index=True)
 
 
@@ -163,13 +164,13 @@ def contrast(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """
     import pandas as pd
 
-    seed, logp, got, named = manifest["settings"]["seed"], head_sets.wide(rows, "logp"), head_sets.wide(rows, "retrieved"), groups(manifest)
+    seed, logp, got, named = manifest["settings"]["seed"], head_tables.wide(rows, "logp"), head_tables.wide(rows, "retrieved"), groups(manifest)
     out = []
     for c in manifest["copies"]:
         a, b = (logp[named[c, kind]].mean(axis=1).to_numpy() for kind in (DEALT, WHOLE))
         x, y = (got[named[c, kind]].mean(axis=1).to_numpy() for kind in (DEALT, WHOLE))
         found = dict(R=stats.ratio(a - b, (logp[KEPT] - logp[DELETED]).to_numpy(), seed), retrieval=stats.difference(x, y, seed), logp=stats.difference(a, b, seed))
-        out.append(dict(copies=c, n=len(a), p=stats.sign_test(a, b).p) | head_sets.flat(found))
+        out.append(dict(copies=c, n=len(a), p=stats.sign_test(a, b).p) | head_tables.flat(found))
     return pd.DataFrame(out)
 
 
@@ -182,4 +183,4 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     d = contrast(rows, manifest)
     d["fact"] = [f"dealt - whole, c={r.copies} (sign test on log p: p={r.p:.2g})" for r in d.itertuples()]
     columns = {"fact": "fact", "n": "n", "retrieval": "retrieval [95 %]", "R": "recall R [95 %]", "logp": "mean log p, nats [95 %]"}
-    return pd.concat([head_sets.printed(s, columns), head_sets.printed(d, columns)], ignore_index=True)
+    return pd.concat([head_tables.printed(s, columns), head_tables.printed(d, columns)], ignore_index=True)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import head_sets, metrics, needles, places, planting, readout, stats
+from kvprobe import head_sets, head_stories, head_tables, metrics, needles, places, planting, readout, stats
 from kvprobe.comparing import NEVER
-from kvprobe.head_sets import DELETED, HEADS, KEPT, HeadSets
+from kvprobe.head_sets import HEADS, HeadSets
+from kvprobe.head_tables import DELETED, KEPT
 from kvprobe.probes import site_map
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Session:
         self.config, self.model = config, model
         whole, parts = (site_map.rules(g, places.expand(kind, g, config.bands)) for kind in ("heads", "grid"))
         rules = whole | {name: holds for name, holds in parts.items() if name.startswith(site_map.WITHOUT)}
-        self.pinning = HeadSets(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
+        self.pinning = HeadSets(config, model, head_stories.stories(config, model.tokenizer), head_sets.cases(config, model, rules))
         filler = needles.Filler(config.filler, model.tokenizer)
         self.texts = needles.build(model.tokenizer, filler, config.reading, range(config.readings), config.seed + 1)
         check_spans(self.texts)
@@ -249,7 +250,7 @@ def pinned(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """Recall R gained (kept there alone) and lost (ablated there), as in site_map: per head in all layers, and lost per head of a band."""
     import pandas as pd
 
-    logp, out, seed = head_sets.wide(rows[rows["case"].notna()], "logp"), [], manifest["settings"]["seed"]
+    logp, out, seed = head_tables.wide(rows[rows["case"].notna()], "logp"), [], manifest["settings"]["seed"]
     available = (logp[KEPT] - logp[DELETED]).to_numpy()
     told = stats.mean(available, seed)
     defined = metrics.recallable(told)

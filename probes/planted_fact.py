@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import conditions, head_sets, metrics, needles, registry, stats
+from kvprobe import conditions, head_checks, metrics, needles, registry, stats
 from kvprobe.types import POSITIONS, Plan
 
 if TYPE_CHECKING:
@@ -291,14 +291,14 @@ class Session:
     def _check_audit(self, folder):
         by_name = {c.name: c for c in self._conditions("eval", folder.rows) + self._conditions("rank")}
         logged = ((log, k, by_name[name].pins(self.scripts[instance].box)) for _, log, members in folder.logs() for k, (instance, name) in enumerate(members))
-        return head_sets.audit_check(logged, self.before - 1)
+        return head_checks.audit_check(logged, self.before - 1)
 
     def _check_ends(self, rows):
         logp = _wide(rows[rows.stage == "eval"], "logp")
         applies = self.config.model != "tiny"  # a random model recalls nothing
         full, gone = (stats.difference(logp["kept"].to_numpy(), logp[end].to_numpy(), self.config.seed) for end in ("full", "deleted"))
-        return [head_sets.near_check(full.value, f"kept - full = {full.text()}", full.n, applies, self.config.check_kept),
-                head_sets.far_check(gone.value, f"kept - deleted = {gone.text()}", gone.n, applies, self.config.check_endpoints)]
+        return [head_checks.near_check(full.value, f"kept - full = {full.text()}", full.n, applies, self.config.check_kept),
+                head_checks.far_check(gone.value, f"kept - deleted = {gone.text()}", gone.n, applies, self.config.check_endpoints)]
 
 
 def _cut(members: range, size: int) -> list[range]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe import head_sets, metrics, places, planting, stats
-from kvprobe.head_sets import DELETED, HEADS, KEPT, Case, HeadSets, Hold, Together, together
+from kvprobe import head_sets, head_stories, head_tables, metrics, places, planting, stats
+from kvprobe.head_sets import HEADS, Case, HeadSets, Hold, Together, together
+from kvprobe.head_tables import DELETED, KEPT
 from kvprobe.places import Place
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Session(HeadSets):
         g = self.geometry = model.geometry
         self.bands = places.bands(g, config.bands)
         self.grid = places.expand("grid", g, config.bands)
-        super().__init__(config, model, head_sets.stories(config, model.tokenizer), head_sets.cases(config, model, rules(g, self.grid)))
+        super().__init__(config, model, head_stories.stories(config, model.tokenizer), head_sets.cases(config, model, rules(g, self.grid)))
         longest = sorted(map(len, self.bands), reverse=True)[: config.strongest]
         most = 2 * g.n_kv * sum(longest)  # bands differ by a layer at most: the last batch may stay unused
         cuts = list(dict.fromkeys(cut for _, cut in self.batches))
@@ -120,7 +121,7 @@ class Session(HeadSets):
 
 def strongest(rows: pd.DataFrame, grid: list[Place], bands: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
     """The bands in which the sum over heads of mean log p gained (kept alone) and lost (ablated) is largest, in the model's order."""
-    logp = head_sets.wide(rows, "logp").mean()
+    logp = head_tables.wide(rows, "logp").mean()
 
     def strength(band) -> float:
         mine = [p.name for p in grid if p.layers == band]
@@ -139,7 +140,7 @@ def summary(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """
     import pandas as pd
 
-    logp, out, seed = head_sets.wide(rows, "logp"), [], manifest["settings"]["seed"]
+    logp, out, seed = head_tables.wide(rows, "logp"), [], manifest["settings"]["seed"]
     available = (logp[KEPT] - logp[DELETED]).to_numpy()
     told = stats.mean(available, seed)
     defined = metrics.recallable(told)

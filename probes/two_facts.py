@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import TYPE_CHECKING
 
-from kvprobe import conditions, head_sets, metrics, stats
-from kvprobe.head_sets import DELETED, FULL, HEADS, KEPT, SPANS, HeadSets, Hold, Wording
+from kvprobe import conditions, head_sets, head_stories, head_tables, metrics, stats
+from kvprobe.head_sets import HEADS, HeadSets, Hold
+from kvprobe.head_stories import SPANS, Wording
+from kvprobe.head_tables import DELETED, FULL, KEPT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,9 +89,9 @@ def start(config: CONFIG, model) -> Session:
     """Build the scripts and refuse what cannot work, before anything is computed."""
     if model.tokenizer is None:
         raise ValueError(f"model {model.name!r} came without a tokenizer: planted facts need one")
-    wording = Wording((head_sets.ONE.boxes[0], FACT_Y), QUERY, "{x}, {y}", config.apart)
+    wording = Wording((head_stories.ONE.boxes[0], FACT_Y), QUERY, "{x}, {y}", config.apart)
     found = head_sets.cases(config, model, rules(config, model.geometry), SPANS)
-    return Session(config, model, head_sets.stories(config, model.tokenizer, wording), found)
+    return Session(config, model, head_stories.stories(config, model.tokenizer, wording), found)
 
 
 class Session(HeadSets):
@@ -129,7 +131,7 @@ def by_split(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """
     import pandas as pd
 
-    seed, logp, got, out = manifest["settings"]["seed"], head_sets.wide(rows, "logp"), head_sets.wide(rows, "retrieved"), []
+    seed, logp, got, out = manifest["settings"]["seed"], head_tables.wide(rows, "logp"), head_tables.wide(rows, "retrieved"), []
     there = metrics.recall_gain(logp[KEPT], logp[DELETED], logp[KEPT], seed).value is not None
     available = (logp[KEPT] - logp[DELETED]).to_numpy()
     single = [(x, y) for x, y in manifest["splits"] if x != y and "+" not in x + y]
@@ -139,17 +141,17 @@ def by_split(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
         gain |= {"sum": gain["x"] + gain["y"], "surplus": gain["both"] - gain["x"] - gain["y"]}
         found = {key: stats.ratio(top.to_numpy(), available, seed) if there else stats.Estimate(None, None, None, len(logp)) for key, top in gain.items()}
         found |= {f"got {key}": stats.mean(got[names].mean(axis=1), seed) for key, names in cases.items()}
-        out.append(dict(split=label or f"x in {some[0][0]}, y in {some[0][1]}", n=len(logp)) | head_sets.flat(found))
+        out.append(dict(split=label or f"x in {some[0][0]}, y in {some[0][1]}", n=len(logp)) | head_tables.flat(found))
     return pd.DataFrame(out)
 
 
 def by_case(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     """Per case: retrieval, R and log p [nats] of the whole answer, and R of each value's own tokens ("R x", "R y")."""
     seed, names = manifest["settings"]["seed"], list(dict.fromkeys(rows.case))
-    table = head_sets.summarise(rows, {n: [n] for n in names}, seed)
+    table = head_tables.summarise(rows, {n: [n] for n in names}, seed)
     for fact in SPANS:
-        logp = head_sets.wide(rows, f"logp {fact}")
-        found = [head_sets.flat({f"R {fact}": metrics.recall_gain(logp[n], logp[DELETED], logp[KEPT], seed)}) for n in names]
+        logp = head_tables.wide(rows, f"logp {fact}")
+        found = [head_tables.flat({f"R {fact}": metrics.recall_gain(logp[n], logp[DELETED], logp[KEPT], seed)}) for n in names]
         table = table.assign(**{key: [f[key] for f in found] for key in found[0]})
     return table
 
@@ -161,8 +163,8 @@ def report_table(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
     c, s = by_case(rows, manifest), by_split(rows, manifest)
     c["what"] = c["name"].replace({KEPT: "both everywhere (kept)", DELETED: "both nowhere (deleted)", FULL: "nothing evicted (full)"})
     columns = {"what": "facts held", "n": "n", "R": "recall R [95 %]", "R x": "R of x's tokens", "R y": "R of y's tokens", "retrieval": "retrieval of both [95 %]", "logp": "log p, nats [95 %]"}
-    out = [head_sets.printed(c, columns)]
+    out = [head_tables.printed(c, columns)]
     for key, text in (("sum", "{}: sum of the two alone"), ("both", "{}: together"), ("surplus", "{}: together - sum")):
         part = s if key != "both" else s[s.split.str.startswith("mean")]
-        out.append(head_sets.printed(part.assign(what=[text.format(x) for x in part.split], R=part[key], R_low=part[f"{key}_low"], R_high=part[f"{key}_high"]), {k: columns[k] for k in ("what", "n", "R")}))
+        out.append(head_tables.printed(part.assign(what=[text.format(x) for x in part.split], R=part[key], R_low=part[f"{key}_low"], R_high=part[f"{key}_high"]), {k: columns[k] for k in ("what", "n", "R")}))
     return pd.concat(out, ignore_index=True).fillna("-")

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvprobe
-from kvprobe import head_sets, models, needles, planting, registry, results, runner, stats
+from kvprobe import head_checks, head_sets, head_stories, models, needles, planting, registry, results, runner, stats
 from kvprobe.keeplog import ALIVE
 from kvprobe.probes import correlation_dose, distance_by_heads, fragments, two_facts
 from kvprobe.types import Geometry
@@ -400,16 +400,16 @@ def test_the_audit_finds_a_log_that_lies(done):
     d = done("fragments")
     (log, k), story = d.logs[0, "dealt c=1 shift 0", 0], d.session.stories[0]
     pins = d.session.pins(d.session.by_member["dealt c=1 shift 0", 0], story)
-    assert len(pins) == 24 and head_sets.audit_check([(log, k, pins)], 10**6).passed is True
+    assert len(pins) == 24 and head_checks.audit_check([(log, k, pins)], 10**6).passed is True
     lie = log.select([k])
     lie.died[0, 0, 0, story.spans["x"][0]] = 0  # token 0 belongs to head 0
-    assert head_sets.audit_check([(lie, 0, pins)], 10**6).passed is False
+    assert head_checks.audit_check([(lie, 0, pins)], 10**6).passed is False
     late = log.select([k])
     late.died[1, 0, 2, story.spans["x"][0]] = ALIVE
-    assert head_sets.audit_check([(late, 0, pins)], 10**6).passed is False
-    assert head_sets.audit_check([(log, k, pins)], log.fired[k][0] - 1).passed is False  # asked before the banned tokens were gone
-    assert head_sets.rounds_check({"3 rounds": [3]}).passed and not head_sets.rounds_check({"3 rounds": [3, 4]}).passed
-    assert head_sets.near_check(-0.6, "", 3, False).passed is None and not head_sets.near_check(-0.6, "", 3, True).passed and not head_sets.far_check(2.9, "", 3, True).passed
+    assert head_checks.audit_check([(late, 0, pins)], 10**6).passed is False
+    assert head_checks.audit_check([(log, k, pins)], log.fired[k][0] - 1).passed is False  # asked before the banned tokens were gone
+    assert head_checks.rounds_check({"3 rounds": [3]}).passed and not head_checks.rounds_check({"3 rounds": [3, 4]}).passed
+    assert head_checks.near_check(-0.6, "", 3, False).passed is None and not head_checks.near_check(-0.6, "", 3, True).passed and not head_checks.far_check(2.9, "", 3, True).passed
 
 
 @pytest.mark.parametrize("full, passed", [(0, True), (-9, None)])
@@ -435,7 +435,7 @@ def test_bad_settings_are_refused_before_any_work(module, given, message):
 def test_a_question_before_the_box_ends_is_refused():
     config = fragments.CONFIG(model="tiny", keep=96, buffer=48, rounds="1", instances=1, pre=8, query=180, box=24)
     with pytest.raises(ValueError, match="after 36 tokens, before the last box has ended at 69"):
-        head_sets.stories(config, models.load().tokenizer)
+        head_stories.stories(config, models.load().tokenizer)
 
 
 @pytest.mark.parametrize("probe", SMALL)
