@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import rotary
 from .attention_function import listening
-from .models import Model, cache_folder
+from .embedded import cache_folder
+from .models import Model
 
 PASSAGE = 1024
 """Tokens per forward."""

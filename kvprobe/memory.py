@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from . import models
+from . import model_checks, models
 
 DELTA_RULE = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Linear attention whose states have the sizes below; other kinds are refused."""
@@ -94,7 +94,7 @@ def cache_bytes(config, context: int, *, keep: int | None = None, batch: int = 1
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(config).__name__} is an encoder-decoder's; kvprobe takes decoder-only models")
     config = config.get_text_config(decoder=True)
-    kind = models._dtype(dtype, None, None) if dtype is not None else _own_dtype(config)
+    kind = models.dtype_of(dtype, None, None) if dtype is not None else _own_dtype(config)
     layers = [_layer(config, i, name, context, keep, kind) for i, name in enumerate(_layer_types(config))]
     limit = getattr(config, "max_position_embeddings", None)
     return Memory(_by_kind(layers, batch, kind.itemsize), context, keep, batch, str(kind).removeprefix("torch."), limit)
@@ -118,7 +118,7 @@ def _layer_types(config) -> list[str]:
 def _layer(config, i: int, name: str, context: int, keep: int | None, dtype: torch.dtype) -> Row:
     """Layer i for one row of a batch; its bytes are filled in later."""
     own = config.per_layer_config[i]
-    shared = i in models._sources_of_shared_layers(config, config.num_hidden_layers)
+    shared = i in model_checks.sources_of_shared_layers(config, config.num_hidden_layers)
     if name == "dummy":
         modes = getattr(config, "kv_sharing_modes", None)
         return Row("reuses an earlier layer's" if modes and modes[i] == "reuse" else "no attention", (i,), 0, 0, False, False, 0, 0, 0, 0)

