@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import metrics, plotting, retention
+from . import plotting, retention
 from .keeplog import KeepLog
 
 if TYPE_CHECKING:
@@ -25,10 +25,9 @@ def states(log: KeepLog, layer: int, row: int = 0) -> np.ndarray:
 
     Raises ValueError for a layer that was not logged or a row without rounds.
     """
+    _given({"": log}, row)
     if layer not in log.layers:
         raise ValueError(f"layer {layer} was not logged: {', '.join(map(str, log.layers))}")
-    if not log.rounds(row):
-        raise ValueError(f"row {row} had no round: nothing was evicted, there is nothing to show")
     held = np.stack([log.held(row, n)[log.layers.index(layer)] for n in range(log.rounds(row))], axis=1)[..., : log.length[row]]
     unread = np.arange(held.shape[-1]) >= np.array(log.fired[row])[:, None]
     return np.where(unread, 2, held).astype(np.int8)
@@ -60,63 +59,94 @@ def coverage(logs: Mapping[str, KeepLog], row: int = 0) -> pd.DataFrame:
     import pandas as pd
 
     return pd.DataFrame([dict(policy=name, round=n + 1, slots=found.slots, positions=found.positions, decorrelation=found.decorrelation)
-                         for name, log in _given(logs).items() for n in range(log.rounds(row)) for found in [retention.coverage(log, row, only=[n])]])
+                         for name, log in _given(logs, row).items() for n in range(log.rounds(row)) for found in [retention.coverage(log, row, only=[n])]])
 
 
-def draw_coverage(table: pd.DataFrame, log: KeepLog, footer: str = ""):
+def draw_coverage(table: pd.DataFrame, log: KeepLog, footer: str = "", row: int = 0, pinned: int = 0):
     """A matplotlib Figure of `coverage`: by slot index and by position; the first with the closed forms of independent and of shared uniform draws.
 
-    log: any of the table's, for budgets and heads: the table does not say them.
+    log: any of the table's, with the same row, for budgets and heads: the table does not say them. pinned: as in `survival`.
     """
+    candidates = _candidates(_given({"": log}, row)[""], row, pinned)
     figure, axes = plotting.grid(11.6, 4.0, 1, 2)
-    (slots, positions), heads, one = axes[0], log.died.shape[2], log.keep / (log.keep + log.buffer)
+    (slots, positions), heads = axes[0], log.died.shape[2]
+    free = (log.keep - pinned) / (candidates - pinned)
+    some, one = ((pinned + (candidates - pinned) * share) / candidates for share in (1 - (1 - free) ** heads, free))
     for ax, column, label in ((slots, "slots", "slot indices that some head keeps"), (positions, "positions", "positions that some head keeps")):
         for (name, part), marker in zip(table.groupby("policy", sort=False), "osD^vPX" * 9):
             ax.plot(part["round"], part[column], color=plotting.colors(table.policy)[name], marker=marker, ms=3, lw=1, label=name)
         ax.set(xlabel="round", ylabel=f"{label}\n[fraction of the candidates]")
-    for value, style, what in ((1 - (1 - one) ** heads, "--", f"{heads} independent uniform draws"), (one, ":", "one shared uniform draw")):
-        slots.axhline(value, color="0.1", ls=style, lw=1, label=what)
-    positions.set_ylim(slots.set_ylim(min(table.slots.min(), table.positions.min(), one) - 0.02, 1.01))
+    for values, style, what in ((some, "--", f"{heads} independent uniform draws"), (one, ":", "one shared uniform draw")):
+        if (values == values[0]).all():
+            slots.axhline(values[0], color="0.1", ls=style, lw=1, label=what)
+        else:  # a first round over a long prompt chooses from more
+            slots.plot(np.arange(len(values)) + 1, values, color="0.1", ls=style, lw=1, label=what)
+    positions.set_ylim(slots.set_ylim(min(table.slots.min(), table.positions.min(), one.min()) - 0.02, 1.01))
     figure.legend(*slots.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     figure.suptitle("What is left of each round's candidates over all heads together", fontsize=11)
     plotting.footer(figure, f"one text (n = 1), K = {log.keep}, r = {log.buffer} entries per KV head, means over {len(log.layers)} layers, "
-                    f"{heads} KV heads; lines without marks: closed forms 1 - (1 - K / (K + r))^heads and K / (K + r)"
+                    f"{heads} KV heads; lines without marks: closed forms 1 - (1 - q)^heads and q, q = {_share(candidates, log, pinned)}"
                     + (f"\n{footer}" if footer else ""))
     return figure
 
 
-def survival(logs: Mapping[str, KeepLog], row: int = 0, first: int = 0, bands: int = 16) -> pd.DataFrame:
+def survival(logs: Mapping[str, KeepLog], row: int = 0, first: int = 0, bands: int = 16, pinned: int = 0) -> pd.DataFrame:
     """One line per log and age band (low <= age < high [tokens]): share held per head, by any head, and what uniform draws predict for both.
 
-    first: the first position looked at. bands: of equal width up to the oldest. Means over rounds, layers and positions (`retention.ages`).
-    uniform_union: of heads that draw independently of each other.
+    first: the first position looked at. bands: of equal width up to the oldest. pinned: entries of a protected prompt, the first of the
+    text, inside K; give it wherever the prompt was protected, a log does not say so. Means over rounds, layers and positions
+    (`retention.ages`). uniform: each round of C candidates spares (K - pinned) / (C - pinned); uniform_union: of heads that draw
+    independently of each other. Raises ValueError for a row without rounds, and for what is pinned or looked at beyond it.
     """
     import pandas as pd
 
     out = []
-    for name, log in _given(logs).items():
+    for name, log in _given(logs, row).items():
+        if not 0 <= first < log.fired[row][-1] or bands < 1:
+            raise ValueError(f"first={first} must be in 0..{log.fired[row][-1] - 1}, the positions seen at the last round, and bands={bands} at least 1")
         sums = retention.ages(log, row, first)
-        union = _uniform_union(log, row, first)
+        expected = _uniform(log, row, first, pinned)
         edges = np.unique(np.linspace(0, len(sums.count), bands + 1).round().astype(int))
         for a, z in zip(edges.tolist(), edges[1:].tolist()):
             if shares := retention.band(sums, a, z):
-                out.append(dict(policy=name, low=a, high=z) | shares | {"uniform_union": union[a:z].sum() / sums.count[a:z].sum()})
+                one, some = (float(x[a:z].sum() / sums.count[a:z].sum()) for x in expected)
+                out.append(dict(policy=name, low=a, high=z) | shares | {"uniform": one, "uniform_union": some})
     return pd.DataFrame(out)
 
 
-def _uniform_union(log: KeepLog, row: int, first: int) -> np.ndarray:
-    """Per age (index), summed over rounds: the chance that some head still holds a position when every head draws uniformly and by itself."""
-    fired, heads = np.array(log.fired[row]), log.died.shape[2]
-    out = np.zeros(fired[-1] + 1)
+def _candidates(log: KeepLog, row: int, pinned: int) -> np.ndarray:
+    """[rounds]: entries that each round of a row chooses K from: K + r, but all of a prompt that was read at once at the first."""
+    if not 0 <= pinned <= log.keep:
+        raise ValueError(f"pinned={pinned} must be in 0..{log.keep}: protected entries count inside K")
+    ends = np.array(log.fired[row]) - log.buffer
+    return np.diff(ends, prepend=0) + np.where(np.arange(len(ends)), log.keep, 0)
+
+
+def _share(candidates: np.ndarray, log: KeepLog, pinned: int) -> str:
+    """What a uniform round spares, as it is written in a footer."""
+    less = f" - {pinned} protected" if pinned else ""
+    many = "K + r" if (candidates == log.keep + log.buffer).all() else f"{candidates[0]} candidates" + (" at first, then K + r" if len(candidates) > 1 else "")
+    return f"{f'(K{less})' if less else 'K'} / ({many}{less})"
+
+
+def _uniform(log: KeepLog, row: int, first: int, pinned: int) -> tuple[np.ndarray, np.ndarray]:
+    """Per age (index), summed over rounds: the chance that a head, and that some head, still holds a position when every head draws uniformly and by itself."""
+    candidates, fired, heads = _candidates(log, row, pinned), np.array(log.fired[row]), log.died.shape[2]
+    spared = (log.keep - pinned) / np.maximum(candidates - pinned, 1)
+    one, some = np.zeros(fired[-1] + 1), np.zeros(fired[-1] + 1)
     for n, length in enumerate(fired):
         at = np.arange(first, length)
-        draws = np.maximum(0, n + 1 - np.searchsorted(fired - log.buffer, at, side="right"))  # rounds as a candidate
-        out[length - at] += 1 - (1 - metrics.survival(log.keep, log.buffer, draws)) ** heads
-    return out
+        entered = np.minimum(np.searchsorted(fired - log.buffer, at, side="right"), n + 1)  # rounds before it was a candidate
+        chance = np.array([spared[e : n + 1].prod() for e in range(n + 2)])[entered]
+        chance[at < pinned] = 1
+        one[length - at] += chance
+        some[length - at] += 1 - (1 - chance) ** heads
+    return one, some
 
 
-def draw_survival(table: pd.DataFrame, log: KeepLog, footer: str = ""):
-    """A matplotlib Figure of `survival`: per head and by any head, with the uniform draw's closed form. log: any of the table's."""
+def draw_survival(table: pd.DataFrame, log: KeepLog, footer: str = "", row: int = 0, pinned: int = 0):
+    """A matplotlib Figure of `survival`: per head and by any head, with the uniform draw's closed form. log: any of the table's; row, pinned: the table's."""
+    share = _share(_candidates(_given({"": log}, row)[""], row, pinned), log, pinned)
     figure, axes = plotting.grid(11.0, 4.2, 1, 2, sharey=True)
     heads = log.died.shape[2]
     for ax, column, label in zip(axes[0], ("head", "union"), ("held by a head", "held by any head")):
@@ -130,14 +160,19 @@ def draw_survival(table: pd.DataFrame, log: KeepLog, footer: str = ""):
     figure.suptitle("What is still held of a text's past", fontsize=11)
     plotting.footer(figure, f"one text (n = 1), means over rounds, {len(log.layers)} layers and bands of age; "
                     f"K = {log.keep}, r = {log.buffer} entries per KV head, {heads} KV heads;\n"
-                    "closed form: (K / (K + r))^rounds as a candidate; by any head: of heads that draw independently"
+                    f"closed form: {share}, multiplied over its rounds as a candidate; by any head: of heads that draw independently"
                     + (f"\n{footer}" if footer else ""))
     return figure
 
 
-def _given(logs) -> Mapping[str, KeepLog]:
+def _given(logs, row: int) -> Mapping[str, KeepLog]:
     if not isinstance(logs, Mapping) or not logs or not all(isinstance(log, KeepLog) for log in logs.values()):
         raise ValueError("logs must be keep logs by name, e.g. {'random': cache.keep_log}")
     if len({(log.keep, log.buffer, log.died.shape[2]) for log in logs.values()}) > 1:
         raise ValueError("these logs have other budgets or heads: only logs of one K, one r and as many KV heads compare")
+    for log in logs.values():
+        if not 0 <= row < len(log.fired):
+            raise ValueError(f"row {row} does not exist: rows 0..{len(log.fired) - 1} were logged")
+        if not log.rounds(row):
+            raise ValueError(f"row {row} had no round: nothing was evicted, there is nothing to show")
     return logs

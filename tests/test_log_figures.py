@@ -88,3 +88,44 @@ def test_other_budgets_are_no_comparison(logs):
     for wrong in ({}, [other], {"a": None}):
         with pytest.raises(ValueError, match="by name"):
             log_figures.survival(wrong)
+
+
+def drawn_log(pinned, fired, layers=500, heads=3):
+    """A keep log whose every round is drawn here: the first `pinned` positions stay, K - pinned of the other candidates do."""
+    rng = np.random.default_rng(7)
+    died = np.full((layers, 1, heads, fired[-1]), ALIVE)
+    for n, length in enumerate(fired):
+        for one in died.reshape(-1, fired[-1]):
+            free = np.flatnonzero(one[: length - R] == ALIVE)[pinned:]
+            one[rng.permutation(free)[K - pinned :]] = n
+    return KeepLog(died, (tuple(fired),), (fired[-1],), tuple(range(layers)), K, R)
+
+
+@pytest.mark.parametrize("pinned, fired", [(5, (20, 24, 28, 32)), (0, (40, 44, 48)), (5, (40, 44, 48, 52)), (0, (60,))])
+def test_closed_forms_of_a_protected_prompt_and_of_one_that_was_read_at_once(pinned, fired):
+    """What `generate` logs by default, what follows a long prompt, and what `compress` logs: a draw must lie on its own closed form."""
+    log = drawn_log(pinned, fired)
+    for first in (0, pinned):
+        table = log_figures.survival({"random": log}, first=first, bands=6, pinned=pinned)
+        np.testing.assert_allclose(table.uniform, table["head"], atol=0.02)
+        np.testing.assert_allclose(table.uniform_union, table["union"], atol=0.03)
+    covered = log_figures.coverage({"random": log})
+    figure = log_figures.draw_coverage(covered, log, pinned=pinned)
+    line = figure.axes[0].lines[1].get_ydata()
+    np.testing.assert_allclose(line if len(line) == len(fired) > 2 else line[0], covered.slots, atol=0.01)
+    said = " ".join(t.get_text() for f in (figure, log_figures.draw_survival(table, log, pinned=pinned)) for t in f.texts)
+    assert said.count("5 protected") == 4 * (pinned > 0) and (f"/ ({fired[0] - R} candidates" in said) == (fired[0] > K + 2 * R)
+
+
+def test_rows_and_entries_that_are_not_there_are_said(logs):
+    ask = dict(coverage=log_figures.coverage, survival=log_figures.survival)
+    for asked in ask.values():
+        with pytest.raises(ValueError, match="rows 0..1"):
+            asked(logs, row=2)
+        with pytest.raises(ValueError, match="no round"):
+            asked({"a": KeepLog(np.full((1, 1, 1, 3), ALIVE), ((),), (3,), (0,), K, R)})
+    with pytest.raises(ValueError, match="rows 0..1"):
+        log_figures.states(logs["random"], 1, row=-1)
+    for wrong, said in ((dict(pinned=K + 1), "inside K"), (dict(first=60), "first=60"), (dict(first=-1), "first=-1"), (dict(bands=0), "bands=0")):
+        with pytest.raises(ValueError, match=said):
+            log_figures.survival(logs, **wrong)
