@@ -48,9 +48,12 @@ def share(of, row: int = 0, *, sites: Iterable[tuple[int, int]] | None = None, a
 
 
 def by_site(of, span: Span | Sequence[Span], row: int = 0) -> np.ndarray:
-    """float [l hkv]: share of a span's tokens that each site holds now. of: as in `share`. Raises ValueError for a span outside the row."""
+    """float [l hkv]: share of a span's tokens that each site holds now, the layers as in the log. of: as in `share`. Raises ValueError for a span
+    outside the row or without tokens."""
     log = _log(of, row)
-    inside = np.concatenate([np.arange(a, z) for a, z in _spans("span", span, log.length[row])])
+    inside = _inside(_spans("span", span, log.length[row]), log.length[row])
+    if not inside.any():
+        raise ValueError("the span is empty: name at least one half-open (start, end)")
     return (log.died[:, row][..., inside] == ALIVE).mean(-1)
 
 
@@ -67,15 +70,20 @@ def _log(of, row: int) -> KeepLog:
 def sampled(tokenizer, future, row: int = 0) -> pd.DataFrame:
     """The continuations that a policy looked ahead with, as text, one line each.
 
-    future: `.future` of what `kvprobe.compress` returned under a policy that looks ahead. text: up to and with the token that ended it;
+    future: what `kvprobe.compress` returned under a policy that samples or decodes continuations, or its `.future`. text: up to and with the token that ended it;
     tokens: of it; weight: of the continuation, nan where the policy weighs none; logq: mean log probability of a token [nats].
-    Raises ValueError where nobody looked ahead.
+    Raises ValueError where there are none, and for a row that does not exist.
     """
     import pandas as pd
 
+    if tokenizer is None:
+        raise ValueError("tokens have no text without a tokenizer")
+    future = getattr(future, "future", future)
     found = getattr(future, "lookahead", future)
-    if not hasattr(found, "valid"):
-        raise ValueError("nothing was looked ahead at: this policy scores from the prompt alone")
+    if not hasattr(found, "valid") or not hasattr(found, "logq"):
+        raise ValueError("there are no continuations: only policies that look ahead (lore, single_continuation, laq, laq_plus) write them, and a saved compression keeps none")
+    if not 0 <= row < len(found.valid):
+        raise ValueError(f"row {row} does not exist: continuations of rows 0..{len(found.valid) - 1} were written")
     lengths = found.valid[row].sum(-1).tolist()
     weights = future.weights[row].tolist() if hasattr(future, "weights") else [float("nan")] * found.m
     return pd.DataFrame([dict(text="".join(pieces(tokenizer, found.tokens[row, m, :n].tolist())), tokens=n, weight=weights[m],
@@ -113,10 +121,7 @@ class Tokens:
 
     def inside(self, span: str) -> np.ndarray:
         """bool [n]: the tokens of a span."""
-        out = np.zeros(len(self.ids), dtype=bool)
-        for start, end in self.spans[span]:
-            out[start:end] = True
-        return out
+        return _inside(self.spans[span], len(self.ids))
 
     def table(self) -> pd.DataFrame:
         """One line per policy and token: policy, position, id, piece, share kept."""
@@ -151,6 +156,14 @@ class Tokens:
         return _page(self)
 
 
+def _inside(spans: Sequence[Span], n: int) -> np.ndarray:
+    """bool [n]: in any of the spans, however often."""
+    out = np.zeros(n, dtype=bool)
+    for start, end in spans:
+        out[start:end] = True
+    return out
+
+
 def _mean(values: np.ndarray) -> float:
     return float("nan") if np.isnan(values).all() else float(np.nanmean(values))
 
@@ -159,14 +172,18 @@ def tokens(tokenizer, ids: Sequence[int], kept: Mapping[str, Sequence], spans: M
     """Show what was kept of a prompt, token by token.
 
     ids [n]. kept: name -> bool [n], or share of the (layer, KV head) sites in 0..1 [n], nan for none (`share` makes it). spans: name ->
-    half-open (start, end) or several of them; underlined. Raises ValueError for lengths that differ, shares outside 0..1, and spans
-    outside the prompt.
+    half-open (start, end) or several of them; underlined. Raises ValueError for lengths that differ, shares outside 0..1, spans
+    outside the prompt, and a span called "all", as the whole prompt is.
     """
     if tokenizer is None:
         raise ValueError("tokens have no text without a tokenizer")
     whole = _ids(ids)
     if not isinstance(kept, Mapping) or not kept:
         raise ValueError("kept must name at least one policy: {name: what it kept of each token}")
+    if not hasattr(spans, "keys") and spans != ():
+        raise ValueError(f"spans must be named: {{'evidence': (40, 56)}}, not {spans!r}")
+    if "all" in dict(spans):
+        raise ValueError("no span can be called 'all': means over all tokens are")
     return Tokens(whole, tuple(pieces(tokenizer, whole)), {str(name): _shares(name, values, len(whole)) for name, values in kept.items()},
                   {str(name): _spans(name, span, len(whole)) for name, span in dict(spans).items()}, title)
 
@@ -189,11 +206,17 @@ def _shares(name, values, n: int) -> np.ndarray:
 
 
 def _spans(name, span, n: int) -> tuple[Span, ...]:
-    pairs = [span] if len(span) == 2 and all(isinstance(x, int | np.integer) for x in span) else list(span)
-    for pair in pairs:
-        if len(pair) != 2 or not 0 <= pair[0] < pair[1] <= n:
-            raise ValueError(f"spans[{name!r}]: {tuple(pair)} is no half-open (start, end) within the {n} tokens")
-    return tuple((int(a), int(z)) for a, z in pairs)
+    try:
+        pairs = np.asarray(span) if len(span) else np.zeros((0, 2), dtype=int)
+        pairs = pairs[None] if pairs.ndim == 1 else pairs
+    except (TypeError, ValueError):
+        pairs = np.zeros(0)
+    if pairs.dtype.kind not in "iu" or pairs.shape[1:] != (2,):
+        raise ValueError(f"spans[{name!r}] must be a half-open (start, end) of whole numbers, or several of them, not {span!r}")
+    for a, z in pairs.tolist():
+        if not 0 <= a < z <= n:
+            raise ValueError(f"spans[{name!r}]: {(a, z)} is no half-open (start, end) within the {n} tokens")
+    return tuple((int(a), int(z)) for a, z in pairs.tolist())
 
 
 # -- as a page ----------------------------------------------------------------------------------------------------------

@@ -93,8 +93,11 @@ def test_what_each_site_holds_of_a_span(lm):
         for head in range(2):
             held = set(made.cache.positions[layer, 0, head].tolist())
             assert found[layer, head] == len(held & {*range(3, 9), 20, 21}) / 8
-    with pytest.raises(ValueError, match="within the 40 tokens"):
-        highlight.by_site(made, (30, 41))
+    np.testing.assert_array_equal(highlight.by_site(made, [(3, 9), (20, 22), (4, 8)]), found)  # a token that two spans hold counts once
+    np.testing.assert_array_equal(highlight.by_site(made, torch.tensor([[3, 9], [20, 22]])), found)
+    for wrong, said in (((30, 41), "within the 40 tokens"), ([], "empty"), (3, "whole numbers"), ((3.0, 9.0), "whole numbers"), ((1, 2, 3), "whole numbers")):
+        with pytest.raises(ValueError, match=said):
+            highlight.by_site(made, wrong)
 
 
 def test_sampled_continuations_as_text(lm):
@@ -106,8 +109,12 @@ def test_sampled_continuations_as_text(lm):
     assert found.text[1] == "".join(pieces(lm.tokenizer, ahead.tokens[0, 1, :2].tolist()))
     assert found.logq[1] == pytest.approx(float(ahead.logq[0, 1, :2].sum()) / 2)
     assert highlight.sampled(lm.tokenizer, ahead).weight.isna().all()
-    with pytest.raises(ValueError, match="looked ahead"):
-        highlight.sampled(lm.tokenizer, None)
+    assert highlight.sampled(lm.tokenizer, made).equals(found)
+    for wrong in (None, kvprobe.compress(lm, "Let x = 3. So", policy="snapkv", keep=8, protect_window=4, protect_first=0)):
+        with pytest.raises(ValueError, match="no continuations"):
+            highlight.sampled(lm.tokenizer, wrong)
+    with pytest.raises(ValueError, match="rows 0..0"):
+        highlight.sampled(lm.tokenizer, made, row=1)
 
 
 def test_means_by_span(lm, prompt):
@@ -244,6 +251,10 @@ def test_what_the_figure_draws_is_in_its_table(lm, n):
     (dict(spans={"e": (3, 6)}), "within the 5 tokens"),
     (dict(spans={"e": (3, 3)}), "half-open"),
     (dict(spans={"e": [(0, 1), (-1, 2)]}), "half-open"),
+    (dict(spans={"e": 3}), "whole numbers"),
+    (dict(spans={"e": (1, 2, 3)}), "whole numbers"),
+    (dict(spans=[(1, 2)]), "must be named"),
+    (dict(spans={"all": (1, 2)}), "'all'"),
     (dict(tokenizer=None), "without a tokenizer"),
 ])
 def test_bad_shapes_are_refused(lm, change, said):
