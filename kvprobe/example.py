@@ -181,10 +181,11 @@ class Example:
         low.plot(a.mean(0), color="tab:green", lw=0.9, label="attention [share]")
         low.plot(costs.mean(0), color="0.1", lw=0.9, label="cost of deletion [norm in the residual stream]")
         low.set(yscale="log", xlabel="position in the prompt [tokens]", ylabel="mean over the future's queries", xlim=(-0.5, self.n - 0.5), ylim=(1e-6, None))
-        marked = {"statement asked for": ("tab:red", self.task.spans["evidence"][0]), "window (protected)": ("tab:orange", (self.n - len(self.window), self.n))}
-        for name, (color, (first, stop)) in marked.items():
+        marked = [(self._asked, "tab:red", span) for span in self.task.spans["evidence"]] + [("window (protected)", "tab:orange", (self.n - len(self.window), self.n))]
+        for name, color, (first, stop) in marked:
             low.axvspan(first - 0.5, stop - 0.5, color=color, alpha=0.2, lw=0, label=name)
-        figure.legend(*low.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        named = {name: handle for handle, name in zip(*low.get_legend_handles_labels())}
+        figure.legend(named.values(), named, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
         return self._finish(figure, "What the future reads in the prompt")
 
     # -- the order of the entries ------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Example:
 
         own, score = self.costs().mean(0), self.scores[orders.ORACLE][0]
         ranks = {name: self._ranks(name)[0] - int(self.protected.sum()) for name in SHOWN}
-        best = ranks[orders.ORACLE].masked_fill(self.protected, self.n).argsort()[:top].tolist()
+        best = ranks[orders.ORACLE].masked_fill(self.protected, self.n).argsort()[: max(0, min(top, int((~self.protected).sum())))].tolist()
         rows = [{"position": i, "token": self._token(i), "this head": float(own[i]), "S*": float(score[i])} for i in best]
         return pd.DataFrame([row | {f"rank: {name}": int(ranks[name][row["position"]]) for name in SHOWN} for row in rows])
 
@@ -230,12 +231,15 @@ class Example:
         return {name: x[0] for name, x in self._kept(self.config.budget if keep is None else keep).items()}
 
     def kept_text(self, keep: int | None = None) -> str:
-        """What each criterion keeps beside the protected entries, dots for all that stands between; and how much of the statement asked for."""
-        lines, (a, z) = [], self.task.spans["evidence"][0]
+        """What each criterion keeps beside the protected entries, dots for all that stands between; and how much of the evidence: of the statement
+        asked for, or of all that lead to the answer."""
+        lines, inside = [], torch.zeros(self.n, dtype=torch.bool)
+        for a, z in self.task.spans["evidence"]:
+            inside[a:z] = True
         for name, mask in self.kept(keep).items():
             free = mask & ~self.protected
             text = "".join(self._said(i) if free[i] else "…" * int(i == 0 or bool(free[i - 1])) for i in range(self.n))
-            lines.append(f"{name} ({int(mask[a:z].sum())} of the {z - a} tokens of the statement asked for)\n    {text}")
+            lines.append(f"{name} ({int(mask[inside].sum())} of the {int(inside.sum())} tokens of the {self._asked})\n    {text}")
         return "\n".join(lines)
 
     def recall(self, budgets: Sequence[int]) -> pd.DataFrame:
@@ -278,6 +282,10 @@ class Example:
         return self._finish(figure, "Output error of what each criterion keeps")
 
     # -- helpers -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _asked(self) -> str:
+        return "statement asked for" if len(self.task.spans["evidence"]) == 1 else "statements that lead to the answer"
 
     def _ranks(self, name: str) -> Tensor:
         return allocation.ranks(self.scores[name].masked_fill(self.protected, torch.inf))

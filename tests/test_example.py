@@ -1,5 +1,7 @@
 """The oracle in one example: every number of it by brute force from one plain forward, and its kept sets against the policies' own evictions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -156,6 +158,24 @@ def test_kept_text_says_what_is_kept(made, task):
         assert title == f"{name} ({len(mine & set(range(a, z)))} of the {z - a} tokens of the statement asked for)"
         free = sorted(mine - held(made))
         assert text.strip().replace("…", "") == "".join(made.model.tokenizer.decode([int(task.ids[i])]) for i in free).replace("\n", "⏎").strip()
+
+
+def test_every_statement_that_leads_to_the_answer_counts(made, task):
+    """A chain of variables has several."""
+    spans = ((30, 40), (200, 212))
+    chain = replace(made, task=replace(task, spans=dict(task.spans) | {"evidence": spans}))
+    inside = {i for a, z in spans for i in range(a, z)}
+    for name, title in zip(made.kept(), chain.kept_text(90).split("\n")[::2]):
+        assert title == f"{name} ({len(best(made, name, 0, 90)[1] & inside)} of the 22 tokens of the statements that lead to the answer)"
+    figure = chain.attention_figure()
+    drawn = [(p.get_x() + 0.5, p.get_x() + p.get_width() + 0.5) for p in figure.axes[1].patches]
+    assert drawn == [*spans, (made.n - W, made.n)]
+    assert [t.get_text() for t in figure.legends[0].get_texts()][2:] == ["statements that lead to the answer", "window (protected)"]
+
+
+def test_protected_entries_are_no_candidates_of_the_ranking(made):
+    every = made.ranking(10**6)
+    assert set(every.position) == set(range(made.n)) - held(made) and every["rank: oracle"].tolist() == list(range(len(every)))
 
 
 def test_figures_draw_the_tables_and_name_what_they_are_of(made):
