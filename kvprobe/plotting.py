@@ -16,6 +16,11 @@ SMALL = dict(fontsize=7.5, color="0.3")
 class Picture(Figure):
     """A matplotlib Figure that a notebook can show by itself."""
 
+    def savefig(self, fname, **kwargs) -> None:
+        """As matplotlib's; the layout is settled first, so that a figure drawn twice is the same (its first pass moves what the second finds)."""
+        self.draw_without_rendering()
+        super().savefig(fname, **kwargs)
+
     def _repr_png_(self) -> bytes:
         out = io.BytesIO()
         self.savefig(out, format="png", dpi=100)

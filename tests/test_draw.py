@@ -32,6 +32,19 @@ def test_a_head_map_is_bounded_and_names_missing_cells():
     assert mesh.get_clim() == (0, 1023) and np.ma.getmaskarray(mesh.get_array()).sum() == 3
 
 
+def test_a_figure_drawn_twice_is_the_same():
+    """I06: the layout's first pass moved what the second found."""
+    figure = draw.head_map(np.array([[0.1, np.nan], [0.3, 0.4]]), "share", "t", "n = 1")
+    assert figure._repr_png_() == figure._repr_png_()
+
+
+def test_rows_of_a_head_map_are_named_by_their_layer():
+    figure = draw.head_map(np.zeros((2, 3)), "share", "t", layers=(5, 11))
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["5", "11"]
+    with pytest.raises(ValueError, match="2 rows"):
+        draw.head_map(np.zeros((2, 3)), "share", "t", layers=(5,))
+
+
 def test_bars_carry_their_numbers():
     figure = draw.bars({"a": -1.5, "b": 2.0}, "nats", "t", "footer")
     assert [p.get_height() for p in figure.axes[0].patches] == [-1.5, 2.0]

@@ -44,8 +44,12 @@ def _queries(capture: Capture, layer: int, q_head: int, positions: Sequence[int]
     return x[[have[p] for p in positions]].float().cpu().numpy()
 
 
-def head_map(values: np.ndarray, label: str, title: str, footer: str = "", low: float | None = None, high: float | None = None, heads: str = "KV head"):
-    """Heat map [layers, heads] of bounded size with one colour scale; missing cells (nan) have a colour of their own and are named."""
+def head_map(values: np.ndarray, label: str, title: str, footer: str = "", low: float | None = None, high: float | None = None, heads: str = "KV head",
+             layers: Sequence[int] | None = None):
+    """Heat map [layers, heads] of bounded size with one colour scale; missing cells (nan) have a colour of their own and are named.
+
+    layers: the model's numbers of the rows, where they are not all layers from 0 on (a keep log's `layers`).
+    """
     import seaborn as sns
     from matplotlib.patches import Patch
 
@@ -53,9 +57,11 @@ def head_map(values: np.ndarray, label: str, title: str, footer: str = "", low: 
     if values.ndim != 2:
         raise ValueError(f"a head map is [layers, heads], got an array of {values.ndim} axes")
     rows, columns = values.shape
+    if layers is not None and len(layers) != rows:
+        raise ValueError(f"layers must number the {rows} rows of the map, got {len(layers)}")
     figure, ax = plotting.picture(min(12, 2.6 + 0.5 * columns), min(10, 1.6 + 0.22 * rows))
     ax.set_facecolor("0.75")
-    sns.heatmap(values, ax=ax, vmin=low, vmax=high, cmap="viridis", cbar_kws={"label": label}, mask=np.isnan(values))
+    sns.heatmap(values, ax=ax, vmin=low, vmax=high, cmap="viridis", cbar_kws={"label": label}, mask=np.isnan(values), yticklabels="auto" if layers is None else list(layers))
     ax.set(xlabel=heads, ylabel="layer", title=title)
     if np.isnan(values).any():
         ax.legend(handles=[Patch(color="0.75", label=f"not measured ({int(np.isnan(values).sum())})")], loc="upper left", bbox_to_anchor=(0, -0.08), frameon=False, fontsize=8)
