@@ -16,8 +16,7 @@ from torch import Tensor
 
 from . import api
 from .eviction_cache import EvictionCache
-from .generation_input import check_held, check_length, full_cache, ids_of, instances_of, listener, text_stream, vocabulary, warn_of_collapse, warn_of_processors
-from .generation_input import eos as _eos
+from .generation_input import check_held, check_length, eos, full_cache, ids_of, instances_of, listener, text_stream, vocabulary, warn_of_collapse, warn_of_processors
 from .keeplog import KeepLog
 from .models import Model, cuda_devices, prepare
 from .sampling import Sampler
@@ -128,7 +127,7 @@ def go_on(compressed, questions: Sequence[Sequence[int]], *, max_new_tokens: int
 
 
 def _stops(model: Model, stop, ignore_eos: bool) -> Stops:
-    return Stops(stop, () if ignore_eos else _eos(model), vocabulary(model), model.tokenizer is not None)
+    return Stops(stop, () if ignore_eos else eos(model), vocabulary(model), model.tokenizer is not None)
 
 
 def _made(model: Model, rows: Sequence[Row], log: KeepLog | None, prefill_s: float, decode_s: float, memory: int | None = None) -> Generation:

@@ -53,13 +53,13 @@ class POLICY:
 
     def queries(self, engine) -> lookahead.Lookahead:
         """One greedy continuation of each prompt, on the evicted copy."""
-        from kvprobe import generation
+        from kvprobe.generation_input import eos
 
         first = snapkv.POLICY(window=self.window, kernel=self.kernel, pooling=self.pooling, queries=self.reduce, group=self.group)
         with lookahead.untouched(engine.cache):
             copy = engine.cache.branch(1, policy=first)
             copy.evict_now()
-            return lookahead.greedy(engine.model, copy, engine.logits, self.t, columns=lookahead.real_columns(engine.cache), eos=tuple(generation._eos(engine.model)), source=engine.source)
+            return lookahead.greedy(engine.model, copy, engine.logits, self.t, columns=lookahead.real_columns(engine.cache), eos=tuple(eos(engine.model)), source=engine.source)
 
     def given(self, found: lookahead.Lookahead) -> lookahead.Lookahead:
         """A look ahead made before, cut to this policy's length."""

@@ -105,12 +105,12 @@ class POLICY:
 
     def queries(self, engine) -> Future | None:
         """Sample the continuations and weigh them; None where only the window scores."""
-        from kvprobe import generation
+        from kvprobe.generation_input import eos
 
         if not self.looks_ahead:
             return None
         found = lookahead.sample(engine.model, engine.cache, engine.logits, self.m, self.t, seed=engine.seed, temperature=self.temperature,
-                                 block=self.block or None, eos=tuple(generation._eos(engine.model)), source=engine.source)
+                                 block=self.block or None, eos=tuple(eos(engine.model)), source=engine.source)
         return self.weigh(found)
 
     def given(self, found) -> Future | None:
