@@ -85,8 +85,7 @@ def draw(table: pd.DataFrame, manifest: dict):
         ax.axhline(0, color="0.4", lw=0.8)
         ax.set_xticks(range(len(GAINS)), ["recall,\nall entries", "recall,\nfree slots", "fidelity"], fontsize=8)
         ax.set(ylim=(-1.05, 1.05), ylabel="Spearman's rho of gain and\n" + ("mismatch" if x == "mismatch" else "added coverage"))
-        ax.set_title("within prompts, over layers: "
-                     + _text(layers[(layers.x == x) & (layers.y == "recall_free")].iloc[0]) + "\n(recall, free slots; mean over prompts)", fontsize=8.5)
+        ax.set_title("within prompts, over layers (recall, free slots):\n" + _text(layers[(layers.x == x) & (layers.y == "recall_free")].iloc[0]), fontsize=8.5)
     from matplotlib.lines import Line2D
 
     figure.legend(handles=[Line2D([], [], marker="o", ls="", color=c, label=n) for c, n in (("tab:blue", "over prompts"), ("tab:cyan", "over prompts, length\nof the future held"), ("tab:red", "within prompts,\nover layers"))], loc="outside right upper", fontsize=8, frameon=False)
