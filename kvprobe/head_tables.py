@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 KEPT, DELETED, FULL = "kept", "deleted", "full"
 """The endpoints, and the cache that evicts nothing: cases of every such probe."""
-COLUMNS = ("retrieval", "R", "logp")
 
 
 def wide(rows: pd.DataFrame, metric: str, ask: str | None = None) -> pd.DataFrame:
