@@ -11,10 +11,15 @@ import textwrap
 from matplotlib.figure import Figure
 
 SMALL = dict(fontsize=7.5, color="0.3")
+PLAIN = dict(parse_math=False)
+"""Of texts that hold names: matplotlib reads a formula between two dollar signs, and fails where it is none."""
 
 
 class Picture(Figure):
-    """A matplotlib Figure that a notebook can show by itself."""
+    """A matplotlib Figure that a notebook can show by itself; titles, which may hold names, are plain text."""
+
+    def suptitle(self, t, **kwargs):
+        return super().suptitle(t, **(PLAIN | kwargs))
 
     def savefig(self, fname, **kwargs) -> None:
         """As matplotlib's; the layout is settled first, so that a figure drawn twice is the same (its first pass moves what the second finds)."""
@@ -70,11 +75,17 @@ def whisker(ax, x, value, low, high, **style) -> None:
         ax.errorbar(x, value, yerr=[[max(0, value - low)], [max(0, high - value)]], **(dict(fmt="o", ms=4, capsize=2.5, lw=1) | style))
 
 
+def plain(legend) -> None:
+    """Draw a legend's names as they are (PLAIN); a legend takes no such setting itself."""
+    for text in legend.get_texts():
+        text.set(**PLAIN)
+
+
 def footer(figure: Figure, text: str) -> None:
     """Small print under the axes: what a reader needs who sees the figure alone."""
     room_for = int(figure.get_figwidth() / 0.058)  # characters of this size on one line
     text = "\n".join(part for line in text.split("\n") for part in textwrap.wrap(line, room_for, break_on_hyphens=False))
     lines = text.count("\n") + 1
     room = (0.05 + 0.13 * lines) / figure.get_figheight()
-    figure.text(0.5, 0.01, text, ha="center", va="bottom", **SMALL)
+    figure.text(0.5, 0.01, text, ha="center", va="bottom", **SMALL, **PLAIN)
     figure.get_layout_engine().set(rect=(0, room, 1, 1 - room))

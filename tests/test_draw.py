@@ -45,6 +45,14 @@ def test_rows_of_a_head_map_are_named_by_their_layer():
         draw.head_map(np.zeros((2, 3)), "share", "t", layers=(5,))
 
 
+def test_names_are_no_formulas():
+    name = "a $x_{ y$"
+    for figure in (draw.head_map(np.zeros((2, 3)), name, name, name, heads=name), draw.bars({name: 1.0, "b": 2.0}, name, name, name)):
+        figure.draw_without_rendering()
+        assert figure.axes[0].get_title() == name
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == [name, "b"]
+
+
 def test_bars_carry_their_numbers():
     figure = draw.bars({"a": -1.5, "b": 2.0}, "nats", "t", "footer")
     assert [p.get_height() for p in figure.axes[0].patches] == [-1.5, 2.0]

@@ -28,7 +28,7 @@ def queries_in_plane(capture: Capture, layer: int, q_head: int, stretches: Mappi
     share = plane.explained_variance_ratio_ * 100
     ax.set(xlabel=f"first principal component ({share[0]:.0f} % of variance)", ylabel=f"second principal component ({share[1]:.0f} %)",
            title=f"Post-RoPE queries, layer {layer}, query head {q_head}")
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
+    plotting.plain(figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper"))
     plotting.footer(figure, f"{capture.model}, {capture.backend}, one text of {capture.tokens.shape[1]} tokens")
     return figure
 
@@ -61,8 +61,11 @@ def head_map(values: np.ndarray, label: str, title: str, footer: str = "", low: 
         raise ValueError(f"layers must number the {rows} rows of the map, got {len(layers)}")
     figure, ax = plotting.picture(min(12, 2.6 + 0.5 * columns), min(10, 1.6 + 0.22 * rows))
     ax.set_facecolor("0.75")
-    sns.heatmap(values, ax=ax, vmin=low, vmax=high, cmap="viridis", cbar_kws={"label": label}, mask=np.isnan(values), yticklabels="auto" if layers is None else list(layers))
-    ax.set(xlabel=heads, ylabel="layer", title=title)
+    sns.heatmap(values, ax=ax, vmin=low, vmax=high, cmap="viridis", mask=np.isnan(values), yticklabels="auto" if layers is None else list(layers))
+    figure.axes[-1].set_ylabel(label, **plotting.PLAIN)
+    ax.set(ylabel="layer")
+    ax.set_xlabel(heads, **plotting.PLAIN)
+    ax.set_title(title, **plotting.PLAIN)
     if np.isnan(values).any():
         ax.legend(handles=[Patch(color="0.75", label=f"not measured ({int(np.isnan(values).sum())})")], loc="upper left", bbox_to_anchor=(0, -0.08), frameon=False, fontsize=8)
     if footer:
@@ -75,11 +78,13 @@ def bars(values: Mapping[str, float], label: str, title: str, footer: str = ""):
     import seaborn as sns
 
     figure, ax = plotting.picture(max(5, 1.15 * len(values) + 1.5), 4)
-    drawn = ax.bar(list(values), list(values.values()), color=sns.color_palette("viridis", len(values)), width=0.7)
+    drawn = ax.bar(range(len(values)), list(values.values()), color=sns.color_palette("viridis", len(values)), width=0.7)
     ax.bar_label(drawn, fmt="%.2f", fontsize=8, padding=2)
     ax.axhline(0, color="0.2", lw=0.8)
     ax.grid(axis="x", visible=False)
-    ax.set(ylabel=label, title=title)
+    ax.set_xticks(range(len(values)), list(values), **plotting.PLAIN)
+    ax.set_ylabel(label, **plotting.PLAIN)
+    ax.set_title(title, **plotting.PLAIN)
     ax.margins(y=0.12)
     if footer:
         plotting.footer(figure, footer)
