@@ -44,6 +44,8 @@ class KeepLog:
 
     def held(self, row: int, round_: int) -> np.ndarray:
         """bool [l hkv p]: the keep-sets of a row right after its round `round_`, the buffer included."""
+        if not self.fired[row]:
+            raise ValueError(f"row {row} had no round: nothing was evicted from it")
         if not 0 <= round_ < len(self.fired[row]):
             raise ValueError(f"row {row} had rounds 0..{len(self.fired[row]) - 1}, not {round_}")
         return (self.died[:, row] > round_) & (np.arange(self.died.shape[-1]) < self.fired[row][round_])

@@ -181,3 +181,9 @@ def test_left_padding_moves_no_position():
     stub.step(cache, 8, 2, mask=mask)
     assert cache.positions[0, :, 0].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7], [-1, -1, -1, 0, 1, 2, 3, 4]]
     assert cache.keep_log.length == (8, 5)
+
+
+def test_a_row_without_rounds_says_so():
+    log = kvprobe.KeepLog(np.full((1, 1, 1, 3), ALIVE), ((),), (3,), (0,), 4, 2)
+    with pytest.raises(ValueError, match="row 0 had no round"):
+        log.held(0, 0)
