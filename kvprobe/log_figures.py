@@ -5,13 +5,14 @@ For one text, to be read; the `keep_log` probe measures the same over many, with
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import plotting, retention
-from .keeplog import KeepLog
+from .keeplog import ALIVE, KeepLog
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,10 +83,10 @@ def draw_coverage(table: pd.DataFrame, log: KeepLog, footer: str = "", row: int 
         else:  # a first round over a long prompt chooses from more
             slots.plot(np.arange(len(values)) + 1, values, color="0.1", ls=style, lw=1, label=what)
     positions.set_ylim(slots.set_ylim(min(table.slots.min(), table.positions.min(), one.min()) - 0.02, 1.01))
-    figure.legend(*slots.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    plotting.plain(figure.legend(*slots.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False))
     figure.suptitle("What is left of each round's candidates over all heads together", fontsize=11)
     plotting.footer(figure, f"one text (n = 1), K = {log.keep}, r = {log.buffer} entries per KV head, means over {len(log.layers)} layers, "
-                    f"{heads} KV heads; lines without marks: closed forms 1 - (1 - q)^heads and q, q = {_share(candidates, log, pinned)}"
+                    f"{heads} KV heads; lines without marks: closed forms 1 - (1 - q)^heads and q, q = {_share(candidates, log, pinned)}{_unpinned(log, row, pinned)}"
                     + (f"\n{footer}" if footer else ""))
     return figure
 
@@ -94,13 +95,17 @@ def survival(logs: Mapping[str, KeepLog], row: int = 0, first: int = 0, bands: i
     """One line per log and age band (low <= age < high [tokens]): share held per head, by any head, and what uniform draws predict for both.
 
     first: the first position looked at. bands: of equal width up to the oldest. pinned: entries of a protected prompt, the first of the
-    text, inside K; give it wherever the prompt was protected, a log does not say so. Means over rounds, layers and positions
+    text, inside K; give it wherever the prompt was protected, a log does not say so (a warning does where no site of any log
+    evicted the first positions). Means over rounds, layers and positions
     (`retention.ages`). uniform: each round of C candidates spares (K - pinned) / (C - pinned); uniform_union: of heads that draw
-    independently of each other. Raises ValueError for a row without rounds, and for what is pinned or looked at beyond it.
+    independently of each other. Raises ValueError for a row without rounds, for what is pinned or looked at beyond it, and for
+    pinned entries that were evicted.
     """
     import pandas as pd
 
-    out = []
+    out, stayed = [], min(_outlived(log, row) for log in _given(logs, row).values())
+    if stayed and not pinned:
+        warnings.warn(f"the columns uniform and uniform_union know of no protected entries, and {_suspected(stayed)}", stacklevel=2)
     for name, log in _given(logs, row).items():
         if not 0 <= first < log.fired[row][-1] or bands < 1:
             raise ValueError(f"first={first} must be in 0..{log.fired[row][-1] - 1}, the positions seen at the last round, and bands={bands} at least 1")
@@ -118,8 +123,28 @@ def _candidates(log: KeepLog, row: int, pinned: int) -> np.ndarray:
     """[rounds]: entries that each round of a row chooses K from: K + r, but all of a prompt that was read at once at the first."""
     if not 0 <= pinned <= log.keep:
         raise ValueError(f"pinned={pinned} must be in 0..{log.keep}: protected entries count inside K")
+    if pinned > (stayed := _outlived(log, row)):
+        raise ValueError(f"pinned={pinned}, but position {stayed} was evicted: at most the first {stayed} can have been protected")
     ends = np.array(log.fired[row]) - log.buffer
     return np.diff(ends, prepend=0) + np.where(np.arange(len(ends)), log.keep, 0)
+
+
+def _outlived(log: KeepLog, row: int) -> int:
+    """How many of the first positions no site evicted in any round, of those that were candidates."""
+    gone = (log.died[:, row, :, : log.fired[row][-1] - log.buffer] != ALIVE).any((0, 1))
+    return int(gone.argmax()) if gone.any() else len(gone)
+
+
+def _suspected(stayed: int) -> str:
+    return f"no site evicted any of the first {stayed} positions: if the prompt was protected, give its length as pinned, at most {stayed}"
+
+
+def _unpinned(log: KeepLog, row: int, pinned: int) -> str:
+    """What a footer says of closed forms that know of no protected prompt."""
+    if pinned:
+        return ""
+    stayed = _outlived(log, row)
+    return "; without protected entries" + (f"\n{_suspected(stayed)}" if stayed else "")
 
 
 def _share(candidates: np.ndarray, log: KeepLog, pinned: int) -> str:
@@ -156,11 +181,11 @@ def draw_survival(table: pd.DataFrame, log: KeepLog, footer: str = "", row: int 
         ax.plot((part.low + part.high) / 2, part["uniform" if column == "head" else "uniform_union"], color="0.1", lw=1.4, ls="--",
                 label="uniform draw, closed form", zorder=5)
         ax.set(xlabel="age [tokens]", ylabel=f"{label} [fraction of positions]", ylim=(0, 1.03))
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    plotting.plain(figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False))
     figure.suptitle("What is still held of a text's past", fontsize=11)
     plotting.footer(figure, f"one text (n = 1), means over rounds, {len(log.layers)} layers and bands of age; "
                     f"K = {log.keep}, r = {log.buffer} entries per KV head, {heads} KV heads;\n"
-                    f"closed form: {share}, multiplied over its rounds as a candidate; by any head: of heads that draw independently"
+                    f"closed form: {share}, multiplied over its rounds as a candidate; by any head: of heads that draw independently{_unpinned(log, row, pinned)}"
                     + (f"\n{footer}" if footer else ""))
     return figure
 

@@ -117,6 +117,35 @@ def test_closed_forms_of_a_protected_prompt_and_of_one_that_was_read_at_once(pin
     assert said.count("5 protected") == 4 * (pinned > 0) and (f"/ ({fired[0] - R} candidates" in said) == (fired[0] > K + 2 * R)
 
 
+def test_a_protected_prompt_that_nobody_named_is_said(logs, recwarn):
+    """A log names no pins, and without them the closed forms are of another experiment."""
+    log, fired = drawn_log(5, (20, 24, 28, 32), layers=20), "at most 5"
+
+    def said(log, **pinned):
+        table = log_figures.survival({"random": log}, bands=6, **pinned)
+        figures = (log_figures.draw_coverage(log_figures.coverage({"random": log}), log, **pinned), log_figures.draw_survival(table, log, **pinned))
+        return [" ".join(" ".join(t.get_text() for t in f.texts).split()) for f in figures]
+
+    with pytest.warns(UserWarning, match="no site evicted any of the first 5 positions.*at most 5"):
+        assert all("without protected entries" in text and fired in text for text in said(log))
+    recwarn.clear()
+    assert all("without protected" not in text and fired not in text for text in said(log, pinned=5))
+    assert all("without protected entries" in text and "no site evicted" not in text for text in said(logs["random"]))
+    log_figures.survival({"protected": log, "not": drawn_log(0, (20, 24, 28, 32), layers=20)})  # of one text: then it was not
+    assert not recwarn.list
+    with pytest.raises(ValueError, match="pinned=6, but position 5 was evicted"):
+        log_figures.survival({"random": log}, pinned=6)
+
+
+def test_names_and_titles_are_no_formulas(logs):
+    name = "a $x_{ y$"
+    named, log = {name: logs["random"], "b": logs["shared"]}, logs["random"]
+    table = log_figures.survival(named)
+    for figure in (log_figures.rounds_map(log, 1, title=name, footer=name), log_figures.draw_survival(table, log, name),
+                   log_figures.draw_coverage(log_figures.coverage(named), log, name)):
+        figure.draw_without_rendering()
+
+
 def test_rows_and_entries_that_are_not_there_are_said(logs):
     ask = dict(coverage=log_figures.coverage, survival=log_figures.survival)
     for asked in ask.values():
