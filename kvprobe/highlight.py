@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from .keeplog import ALIVE, KeepLog
 from .token_text import pieces
@@ -188,15 +189,23 @@ def tokens(tokenizer, ids: Sequence[int], kept: Mapping[str, Sequence], spans: M
                   {str(name): _spans(name, span, len(whole)) for name, span in dict(spans).items()}, title)
 
 
+def _array(values) -> np.ndarray:
+    """As numpy has it: a tensor from any device, floats of any width as float64 (numpy has no bfloat16)."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        return (values.double() if values.is_floating_point() else values).numpy()
+    return np.asarray(values)
+
+
 def _ids(ids) -> tuple[int, ...]:
-    found = np.asarray(ids)
+    found = _array(ids)
     if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
         raise ValueError(f"ids must be whole numbers [n], of one prompt, not {found.dtype} {list(found.shape)}")
     return tuple(map(int, found))
 
 
 def _shares(name, values, n: int) -> np.ndarray:
-    found = np.asarray(values)
+    found = _array(values)
     if found.shape != (n,) or found.dtype.kind not in "bfiu":
         raise ValueError(f"kept[{name!r}] must be bool or a share for each of the {n} tokens, not {found.dtype} {list(found.shape)}")
     found = found.astype(float)
@@ -207,7 +216,7 @@ def _shares(name, values, n: int) -> np.ndarray:
 
 def _spans(name, span, n: int) -> tuple[Span, ...]:
     try:
-        pairs = np.asarray(span) if len(span) else np.zeros((0, 2), dtype=int)
+        pairs = _array(span) if len(span) else np.zeros((0, 2), dtype=int)
         pairs = pairs[None] if pairs.ndim == 1 else pairs
     except (TypeError, ValueError):
         pairs = np.zeros(0)
@@ -234,7 +243,7 @@ def _page(shown: Tokens) -> str:
               for name, kept in shown.kept.items()]
     title = f"<div style='font-size:14px'><strong>{html.escape(shown.title)}</strong></div>" if shown.title else ""
     return (f"{STYLE}<div class='kvprobe-tokens' style='background:#ffffff;color:#111111;padding:8px'>{title}"
-            f"<div>Colour: share of the (layer, KV head) sites that kept the token. {_scale(shown)}</div>{_legend(shown)}{''.join(blocks)}</div>")
+            f"<div>Colour: share of the sites (layer, KV head) looked at that kept the token. {_scale(shown)}</div>{_legend(shown)}{''.join(blocks)}</div>")
 
 
 def visible(piece: str) -> str:
@@ -324,20 +333,23 @@ def _figure(shown: Tokens, footer: str):
     colors = colormaps[COLORS].with_extremes(bad=MISSING)
     edges = [*drawn.start[: cells.shape[1]], n]
     drawn_mesh = ax.pcolormesh(edges, np.arange(len(names) + 1), np.ma.masked_invalid(cells), cmap=colors, vmin=0, vmax=1)
-    ax.set(yticks=np.arange(len(names)) + 0.5, yticklabels=names, ylabel="policy", ylim=(len(names), 0))
-    ax.set(xlabel="position in the prompt [tokens]", xlim=(0, n))
+    ax.set_yticks(np.arange(len(names)) + 0.5, names, **plotting.PLAIN)
+    ax.set(ylabel="policy", ylim=(len(names), 0))
+    ax.set(xlabel="position in the text [tokens]", xlim=(0, n))
     ax.grid(False)
-    figure.colorbar(drawn_mesh, ax=[above, ax], label="share of (layer, KV head)\nsites that kept the token", pad=0.01)
+    figure.colorbar(drawn_mesh, ax=[above, ax], label="kept [share of the sites\n(layer, KV head) looked at]", pad=0.01)
     _strip(above, shown)
-    figure.suptitle(shown.title or "What was kept of a prompt", fontsize=11)
+    figure.suptitle(shown.title or "What was kept of a text", fontsize=11)
     bins = f"mean of every {width} tokens" if width > 1 else "one cell per token"
     empty = f"; grey: no value ({int(np.isnan(cells).sum())} cells)" if np.isnan(cells).any() else ""
-    plotting.footer(figure, f"n = 1 prompt of {n} tokens, {bins}{empty}" + (f"\n{footer}" if footer else ""))
+    plotting.footer(figure, f"one text (n = 1) of {n} tokens, {bins}{empty}" + (f"\n{footer}" if footer else ""))
     return figure
 
 
 def _strip(ax, shown: Tokens) -> None:
     """The spans, one row each; at least a hair wide, so that a few tokens of a long prompt show."""
+    from . import plotting
+
     ax.grid(False)
     if not shown.spans:
         ax.set_axis_off()
@@ -345,5 +357,6 @@ def _strip(ax, shown: Tokens) -> None:
     for k, (name, spans) in enumerate(shown.spans.items()):
         mark = MARKS[k % len(MARKS)]
         ax.broken_barh([(a, z - a) for a, z in spans], (k + 0.15, 0.7), facecolors=mark, edgecolors=mark, linewidth=0.8)
-    ax.set(yticks=np.arange(len(shown.spans)) + 0.5, yticklabels=list(shown.spans), ylim=(len(shown.spans), 0))
+    ax.set_yticks(np.arange(len(shown.spans)) + 0.5, list(shown.spans), **plotting.PLAIN)
+    ax.set(ylim=(len(shown.spans), 0))
     ax.tick_params(labelbottom=False)

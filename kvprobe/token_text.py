@@ -15,12 +15,15 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 LENGTHS = ((0xC0, 1), (0xE0, 2), (0xF0, 3), (0xF8, 4))
 """Bytes of a character by its first byte: up to this value (excluded)."""
 
+LIMIT = 2**31
+"""Ids that a tokenizer can be asked for are below this and not negative."""
+
 
 def pieces(tokenizer, ids: Sequence[int]) -> list[str]:
     """The text of each token; joined, the text of all of them.
 
     A token in which no character begins has the empty text. Bytes that are no text are written out, e.g. "\\xe2". Ids that the
-    tokenizer does not know become "<5000>". Worked example, with a vocabulary of single bytes: "ö." -> ["ö", "", "."].
+    tokenizer does not know, negative ones too, become "<5000>". Worked example, with a vocabulary of single bytes: "ö." -> ["ö", "", "."].
     """
     parts = _bytes(tokenizer, ids)
     joined = b"".join(parts)
@@ -47,7 +50,10 @@ def _character(joined: bytes, at: int) -> tuple[str, int]:
 
 
 def _bytes(tokenizer, ids: Sequence[int]) -> list[bytes]:
-    names = tokenizer.convert_ids_to_tokens([int(i) for i in ids])
+    ids = [int(i) for i in ids]
+    asked = [i for i in ids if 0 <= i < LIMIT]
+    named = dict(zip(asked, tokenizer.convert_ids_to_tokens(asked)))
+    names = [named.get(i) for i in ids]
     added = set(getattr(tokenizer, "added_tokens_decoder", {}))
     codes = _byte_codes() if "ByteLevel" in str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", "")) else None
     return [f"<{i}>".encode() if name is None else name.encode() if i in added else _of_name(name, codes) for i, name in zip(ids, names)]

@@ -141,6 +141,8 @@ def test_bytes_that_are_no_text_are_written_out(lm):
     assert pieces(lm.tokenizer, [*ids[:3], *ids[5:]]) == ["a", "\\xf0", "\\x9f", "b"]
     assert pieces(lm.tokenizer, ids[2:]) == ["\\x9f", "\\x99", "\\x82", "b"]
     assert pieces(lm.tokenizer, [0, 10**6]) == pieces(lm.tokenizer, [0]) + ["<1000000>"]
+    for wrong in (-1, -(2**40), 2**31, 2**32, 2**70):
+        assert pieces(lm.tokenizer, [0, wrong, 0]) == pieces(lm.tokenizer, [0]) + [f"<{wrong}>"] + pieces(lm.tokenizer, [0])
 
 
 class SentencePiece:
@@ -231,8 +233,30 @@ def test_what_the_figure_draws_is_in_its_table(lm, n):
     assert spans == [[(10, 20)], [(30, 40), (50, 55)]]
     assert "[tokens]" in ax.get_xlabel() and ax.get_ylabel() == "policy" and "share" in figure.axes[2].get_ylabel()
     said = " ".join(t.get_text() for t in figure.texts)
-    assert re.search(rf"n = 1 prompt of {n} tokens", said) and "no value" in said and "tiny" in said
+    assert re.search(rf"one text \(n = 1\) of {n} tokens", said) and "no value" in said and "tiny" in said
     assert ("one cell per token" in said) == (n == 90)
+
+
+def test_names_and_titles_are_no_formulas(lm):
+    name = "a $x_{ y$"
+    figure = highlight.tokens(lm.tokenizer, [1, 2, 3], {name: [0, 1, 1]}, {name: (0, 2)}, title=name).figure(name)
+    figure.draw_without_rendering()
+    assert [t.get_text() for ax in figure.axes[:2] for t in ax.get_yticklabels()] == [name] * 2 and figure.get_suptitle() == name
+
+
+def test_what_it_says_holds_of_any_text_and_of_one_site(lm):
+    """Also of text under decode-time eviction, and where one site was looked at."""
+    shown = highlight.tokens(lm.tokenizer, [1, 2, 3], {"p": [0, 1, 1]})
+    figure = shown.figure()
+    assert figure.axes[1].get_xlabel() == "position in the text [tokens]" and "looked at" in figure.axes[2].get_ylabel() and "prompt" not in figure.get_suptitle()
+    assert "sites (layer, KV head) looked at" in shown._repr_html_()
+
+
+def test_shares_of_any_float(lm):
+    share = torch.tensor([0.0, 0.5, 1.0])
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        shown = highlight.tokens(lm.tokenizer, [1, 2, 3], {"p": share.to(dtype).requires_grad_()})
+        np.testing.assert_array_equal(shown.kept["p"], [0, 0.5, 1])
 
 
 # -- refused ------------------------------------------------------------------------------------------------------------
