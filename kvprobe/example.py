@@ -6,9 +6,10 @@ one example: n = 1. For n prompts and intervals there is the probe `oracle_suite
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class CONFIG(COMMON):
 
 @dataclass(frozen=True)
 class Example:
-    """One head of one prompt of n tokens, in float64.
+    """One head of one prompt of n tokens, in float64. n: what is compressed, task.ids up to the answer, or up to an unseen question.
 
     window [w d], continuations [m t' d] of the first draw with written [m t'], future [t d]: post-RoPE queries of the query head; continued
     [m t'] and ahead [t] are the tokens they belong to. keys, values [n d] of the KV head that it reads; output [d e]: what a head's output z
@@ -82,12 +83,12 @@ class Example:
 
     @property
     def n(self) -> int:
-        """Tokens of the prompt."""
+        """Tokens of the prompt that is compressed."""
         return len(self.keys)
 
     @property
     def _title(self) -> str:
-        return f"{self.model.name}, layer {self.layer}, query head {self.q_head} (KV head {self.kv_head}), prompt of {self.n} tokens, n = 1"
+        return f"{self.model.name}, layer {self.layer}, query head {self.q_head} (KV head {self.kv_head}), prompt of {self.n} tokens, question {self.config.question}, n = 1"
 
     # -- the queries -------------------------------------------------------------------------------------------------------
 
@@ -95,21 +96,22 @@ class Example:
         """The sets of queries: how many, at which positions, and the text whose tokens they belong to."""
         import pandas as pd
 
-        n, w = self.n, len(self.window)
+        n, w, stop = self.n, len(self.window), len(self.task.ids)  # the future begins behind the question
         out = [("window", w, f"{n - w}..{n - 1}", self._text(self.task.ids[n - w : n]))]
         for k, (ids, written) in enumerate(zip(self.continued, self.written)):
             out.append((f"continuation {k + 1}", int(written.sum()), f"{n}..{n + int(written.sum()) - 1}", self._text(ids[written])))
-        out.append(("future", len(self.ahead), f"{n}..{n + len(self.ahead) - 1}", self._text(self.ahead)))
+        out.append(("future", len(self.ahead), f"{stop}..{stop + len(self.ahead) - 1}", self._text(self.ahead)))
         return pd.DataFrame(out, columns=["set", "queries", "positions", "text"])
 
     def coverage(self) -> pd.DataFrame:
-        """Coverage of the future's queries (eq. 13, this head alone): the window, the first M continuations, and both; mixture and union."""
+        """Coverage of the future's queries (eq. 13, this head alone): the window, the first M continuations, and both; mixture and union.
+        M: powers of two, and all."""
         import pandas as pd
 
         ahead, window, looked = ({self.layer: x} for x in (self.future[None, None], self.window[None, None], self.continuations[None, :, None]))
         near = coverage.measure(ahead, torch.ones(1, len(self.future), dtype=torch.bool), window, None, looked, self.written[None])
         out = [("window", 0, *[float(near.coverage("window"))] * 2)]
-        for m in (2**i for i in range(len(self.continued).bit_length())):
+        for m in sorted({2**i for i in range(len(self.continued).bit_length())} | {len(self.continued)}):
             out += [(s, m, *(float(near.coverage(s, form, m)) for form in ("mixture", "union"))) for s in ("continuations", "both")]
         return pd.DataFrame(out, columns=["covered by", "M", "mixture", "union"])
 
@@ -155,11 +157,11 @@ class Example:
         """
         import pandas as pd
 
-        if not 0 <= step < len(self.future):
+        if not 0 <= _whole("step", step) < len(self.future):
             raise ValueError(f"step={step}: the future has {len(self.future)} queries, 0..{len(self.future) - 1}")
         a, closed, out = self.attention()[step], self.costs(eps=0.0)[step], []
         full = a @ self.values @ self.output
-        for i in a.argsort(descending=True)[:top].tolist():
+        for i in a.argsort(descending=True)[: _whole("top", top)].tolist():
             rest = a.clone()
             rest[i] = 0.0
             direct = float((rest / rest.sum() @ self.values @ self.output - full).norm())
@@ -176,7 +178,7 @@ class Example:
         image = top.imshow(a.clamp(min=1e-4).numpy(), aspect="auto", norm=LogNorm(1e-4, 1), cmap="viridis", interpolation="nearest")
         figure.colorbar(image, ax=top, label="attention [share, 1e-4 and less dark]", pad=0.01)
         top.grid(visible=False)
-        top.set_yticks(range(len(self.ahead)), [self._shown(i) for i in self.ahead.tolist()], fontsize=7)
+        top.set_yticks(range(len(self.ahead)), [self._shown(i) for i in self.ahead.tolist()], fontsize=7, **plotting.PLAIN)
         top.set(ylabel="query of the future: its token")
         low.plot(a.mean(0), color="tab:green", lw=0.9, label="attention [share]")
         low.plot(costs.mean(0), color="0.1", lw=0.9, label="cost of deletion [norm in the residual stream]")
@@ -199,7 +201,7 @@ class Example:
 
         own, score = self.costs().mean(0), self.scores[orders.ORACLE][0]
         ranks = {name: self._ranks(name)[0] - int(self.protected.sum()) for name in SHOWN}
-        best = ranks[orders.ORACLE].masked_fill(self.protected, self.n).argsort()[: max(0, min(top, int((~self.protected).sum())))].tolist()
+        best = ranks[orders.ORACLE].masked_fill(self.protected, self.n).argsort()[: max(0, min(_whole("top", top), int((~self.protected).sum())))].tolist()
         rows = [{"position": i, "token": self._token(i), "this head": float(own[i]), "S*": float(score[i])} for i in best]
         return pd.DataFrame([row | {f"rank: {name}": int(ranks[name][row["position"]]) for name in SHOWN} for row in rows])
 
@@ -247,7 +249,7 @@ class Example:
         import pandas as pd
 
         out = {}
-        for keep in budgets:
+        for keep in _budgets(budgets):
             kept = self._kept(keep)
             best = kept[orders.ORACLE]
             both = {name: [float(x.mean()) for x in fidelity.recall(mask, best, self.protected)] for name, mask in kept.items()}
@@ -261,7 +263,7 @@ class Example:
 
         ask, own, out = self.future[None, None], (self.keys[None, None], self.values[None, None], self.scaling), []
         full = fidelity.outputs(ask, *own)
-        for keep in budgets:
+        for keep in _budgets(budgets):
             for name, mask in self._kept(keep).items():
                 made = torch.stack([fidelity.output_error(fidelity.outputs(ask, *own, one[None, None, None]), full)[0, 0] for one in mask])
                 out.append(dict(arm=name, keep=keep, value=float(made.mean()), low=float(made.min()), high=float(made.max()), draws=len(made)))
@@ -269,6 +271,7 @@ class Example:
 
     def error_figure(self, budgets: Sequence[int]):
         """Figure: `errors` over the budgets, a curve per criterion; bands are ranges over draws, no intervals."""
+        budgets = _budgets(budgets)
         table = self.errors(budgets)
         figure, ax = plotting.picture(8.6, 4.8)
         for name in SHOWN:
@@ -292,7 +295,7 @@ class Example:
 
     def _kept(self, keep: int) -> dict[str, Tensor]:
         """{criterion: bool [r n]}"""
-        if not int(self.protected.sum()) <= keep < self.n:
+        if not int(self.protected.sum()) <= _whole("keep", keep) < self.n:
             raise ValueError(f"keep={keep} must hold the {int(self.protected.sum())} protected entries and be below the {self.n} tokens of the prompt")
         return {name: self._ranks(name) < keep for name in SHOWN}
 
@@ -306,7 +309,7 @@ class Example:
         return repr(self._text([self.task.ids[position]]))
 
     def _shown(self, token: int) -> str:
-        return repr(self._text([token])).replace("$", r"\$")  # matplotlib reads formulas between two of them
+        return repr(self._text([token]))
 
     def _finish(self, figure, said: str):
         figure.suptitle(f"{said}\n{self._title}", fontsize=10.5)
@@ -314,18 +317,27 @@ class Example:
 
 
 def read(model: Model, task: Task, layer: int, q_head: int, *, budget: int = 64, window: int = 32, m: int = 4, t: int = 8, future: int = 32,
-         draws: int = 3, seed: int = 0) -> Example:
+         draws: int = 3, seed: int = 0, question: Literal["seen", "unseen"] = "seen") -> Example:
     """Read a prompt once, let the full cache write its greedy future and `draws` times m continuations of t tokens, and score every entry by each criterion.
 
     draws: sampling seeds of what samples or draws; the first one is shown where one is. Settings are the oracle suite's: cost by its
-    magnitude (eq. 12), single tokens, as many entries at each site. Raises ValueError for a layer or head that does not exist and for budgets
-    that do not fit the prompt, before any work.
+    magnitude (eq. 12), single tokens, as many entries at each site. question: whether what is compressed ends behind the question
+    or before it; before it, window and continuations do not know the question, which is fed after them, ahead of the future.
+    Raises ValueError for what is no model or task, a layer or head that does not exist and budgets that do not fit the prompt,
+    before any work.
     """
+    if not isinstance(model, Model):
+        raise ValueError(f"model must be a loaded one, kvprobe.load('smollm2'), not {type(model).__name__}")
+    if not isinstance(task, Task):
+        raise ValueError(f"task must be one of tasks.build(model.tokenizer, 'needles', [0]), which say where everything stands, not {type(task).__name__}")
+    layer, q_head, budget, window, m, t, future, draws, seed = (_whole(name, value) for name, value in dict(
+        layer=layer, q_head=q_head, budget=budget, window=window, m=m, t=t, future=future, draws=draws, seed=seed).items())
     if m < 1 or draws < 1:
         raise ValueError(f"m={m} and draws={draws} must be at least 1: LORE /E is among the criteria")
     if layer not in model.geometry.kv_layers or not 0 <= q_head < model.geometry.n_q:
         raise ValueError(f"layer={layer}, q_head={q_head}: layers with a growing cache are {list(model.geometry.kv_layers)}, query heads 0..{model.geometry.n_q - 1}")
-    config = CONFIG(model=model.name, budget=budget, keeps=str(budget), window=window, m=m, t=t, future=future, sampling_seeds=draws, seed=seed)
+    config = CONFIG(model=model.name, budget=budget, keeps=str(budget), window=window, m=m, t=t, future=future, sampling_seeds=draws, seed=seed,
+                    question=question)
     session = Walking(config, model, [task], [a for a in orders.arms(config, model) if a.name in SHOWN])
     prompt = session.read(0)
     place, head = model.geometry.kv_layers.index(layer), kv_head(model, q_head)
@@ -342,3 +354,24 @@ def read(model: Model, task: Task, layer: int, q_head: int, *, budget: int = 64,
 
 def _own(x: Tensor) -> Tensor:
     return x.detach().double().cpu()
+
+
+def _whole(name: str, value) -> int:
+    """Raises ValueError for anything but a whole number."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} must be a whole number") from None
+
+
+def _budgets(budgets) -> list[int]:
+    """Raises ValueError for anything but some whole numbers."""
+    try:
+        found = list(() if isinstance(budgets, str) else budgets)
+    except TypeError:
+        found = []
+    if not found:
+        raise ValueError(f"budgets={budgets!r} must be at least one number of entries, e.g. (48, 64)")
+    return [_whole("keep", keep) for keep in found]

@@ -71,9 +71,10 @@ def test_coverage_by_hand(made):
 
     table = {(r[0], r[1]): (r.mixture, r.union) for r in made.coverage().itertuples(index=False)}
     each = [q[w] for q, w in zip(made.continuations, made.written)]
-    assert sorted(table) == [(s, m) for s in ("both", "continuations") for m in (1, 2)] + [("window", 0)]
+    assert sorted(table) == [(s, m) for s in ("both", "continuations") for m in (1, 2, 3)] + [("window", 0)]
     assert table["window", 0] == pytest.approx([nearest(made.window)] * 2)
     assert table["continuations", 2] == pytest.approx([np.mean([nearest(s) for s in each[:2]]), nearest(*each[:2])])
+    assert table["continuations", 3] == pytest.approx([np.mean([nearest(s) for s in each]), nearest(*each)])
     assert table["both", 2] == pytest.approx([nearest(made.window) / 2 + sum(nearest(s) for s in each[:2]) / 4, nearest(made.window, *each[:2])])
 
 
@@ -181,7 +182,7 @@ def test_protected_entries_are_no_candidates_of_the_ranking(made):
 def test_figures_draw_the_tables_and_name_what_they_are_of(made):
     table, figures = made.errors(BUDGETS), [made.plane(), made.attention_figure(), made.order_figure(), made.error_figure(BUDGETS)]
     for figure in figures:
-        assert f"layer {LAYER}, query head {HEAD} (KV head 1), prompt of {made.n} tokens, n = 1" in figure.get_suptitle() and "tiny" in figure.get_suptitle()
+        assert f"layer {LAYER}, query head {HEAD} (KV head 1), prompt of {made.n} tokens, question seen, n = 1" in figure.get_suptitle() and "tiny" in figure.get_suptitle()
         assert all("[" in a.get_xlabel() or "%" in a.get_xlabel() for a in figure.axes if a.get_xlabel()) and figure.legends
     assert [len(c.get_offsets()) for c in figures[0].axes[0].collections] == [W, int(made.written.sum()), 6]
     np.testing.assert_allclose(figures[1].axes[0].images[0].get_array(), made.attention().clamp(min=1e-4))
@@ -204,3 +205,36 @@ def test_refusals(lm, task, made):
             example.read(lm, task, **(dict(layer=LAYER, q_head=HEAD) | given))
     with pytest.raises(ValueError, match="keep=3"):
         made.kept(3)
+
+
+def test_wrong_types_are_refused_by_what_is_allowed(lm, task, made):
+    for change, said in ((dict(model="tiny"), "kvprobe.load.*not str"), (dict(task=task.ids), "tasks.build.*not ndarray"), (dict(layer=1.0), "layer=1.0 must be a whole"),
+                         (dict(q_head=True), "q_head=True"), (dict(budget="40"), "budget='40'"), (dict(t=4.0), "t=4.0"), (dict(question="later"), "seen, unseen")):
+        with pytest.raises(ValueError, match=said):
+            example.read(**(dict(model=lm, task=task, layer=LAYER, q_head=HEAD) | change))
+    for call, said in ((lambda: made.recall(64), r"\(48, 64\)"), (lambda: made.errors("64"), r"\(48, 64\)"), (lambda: made.error_figure(()), r"\(48, 64\)"),
+                       (lambda: made.recall((40.5,)), "keep=40.5 must be a whole"), (lambda: made.kept(48.5), "keep=48.5 must be a whole"),
+                       (lambda: made.deleted(step=0.5), "step=0.5"), (lambda: made.ranking(top=None), "top=None")):
+        with pytest.raises(ValueError, match=said):
+            call()
+    assert made.recall(np.array(BUDGETS)).equals(made.recall(iter(BUDGETS)))
+
+
+def test_of_an_unseen_question_the_window_and_the_continuations_know_nothing(lm, task):
+    """What is compressed ends before the question; the future's queries come behind it, and ask for entries of what is compressed only."""
+    n, cut = len(task.ids), task.cut
+    made = example.read(lm, task, LAYER, HEAD, budget=KEEP, window=W, m=3, t=4, future=6, draws=2, question="unseen")
+    q, k, v = forward(lm, task, made.ahead)
+    assert made.n == cut < n and f"prompt of {cut} tokens, question unseen" in repr(made)
+    for name, want in dict(window=q[HEAD, cut - W : cut], future=q[HEAD, n:], keys=k[HEAD // GROUP, :cut], values=v[HEAD // GROUP, :cut]).items():
+        np.testing.assert_allclose(getattr(made, name), want, atol=1e-9, err_msg=name)
+    short = replace(task, ids=task.ids[:cut])
+    for tokens, written, mine in zip(made.continued, made.written, made.continuations):
+        np.testing.assert_allclose(mine[written], next(forward(lm, short, tokens))[HEAD, cut:][written], atol=1e-9)
+    told = made.queries().set_index("set").positions
+    assert told["window"] == f"{cut - W}..{cut - 1}" and told["continuation 1"].startswith(f"{cut}..") and told["future"] == f"{n}..{n + 5}"
+    states = np.concatenate([q[:, :cut], q[:, n:]], 1), k, v, kvprobe.head_weights(lm, "O", LAYER).numpy()  # the future's queries right behind what is compressed
+    np.testing.assert_allclose(made.scores["oracle"][0], np.mean([brute(states, h, cut, t) for h in (2, 3) for t in range(6)], 0), rtol=1e-5)
+    own = kvprobe.compress(lm, [task.ids[:cut].tolist()], policy="lore", keep=KEEP, protect_window=W, seed=eviction_seed(0, 0), instances=[0],
+                           form="magnitude", chunk=1, window=W, m=3, t=4)
+    assert set(own.cache.positions[LAYER, 0, made.kv_head].tolist()) == set(made.kept()["LORE /E"].nonzero().flatten().tolist())
