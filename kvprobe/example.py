@@ -79,7 +79,7 @@ class Example:
 
     def __repr__(self) -> str:
         held, (m, t) = int(self.protected.sum()), self.continued.shape
-        return f"{self._title}; {held} entries protected, a future of {len(self.ahead)} tokens, {m} continuations of at most {t}"
+        return f"{', '.join(self._title)}; {held} entries protected, a future of {len(self.ahead)} tokens, {m} continuations of at most {t}"
 
     @property
     def n(self) -> int:
@@ -87,8 +87,10 @@ class Example:
         return len(self.keys)
 
     @property
-    def _title(self) -> str:
-        return f"{self.model.name}, layer {self.layer}, query head {self.q_head} (KV head {self.kv_head}), prompt of {self.n} tokens, question {self.config.question}, n = 1"
+    def _title(self) -> tuple[str, str]:
+        """Two lines: a legend beside them leaves no room for one."""
+        return (f"{self.model.name}, layer {self.layer}, query head {self.q_head} (KV head {self.kv_head})",
+                f"prompt of {self.n} tokens, question {self.config.question}, n = 1")
 
     # -- the queries -------------------------------------------------------------------------------------------------------
 
@@ -312,7 +314,7 @@ class Example:
         return repr(self._text([token]))
 
     def _finish(self, figure, said: str):
-        figure.suptitle(f"{said}\n{self._title}", fontsize=10.5)
+        figure.suptitle("\n".join((said, *self._title)), fontsize=10.5)
         return figure
 
 

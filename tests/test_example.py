@@ -182,7 +182,7 @@ def test_protected_entries_are_no_candidates_of_the_ranking(made):
 def test_figures_draw_the_tables_and_name_what_they_are_of(made):
     table, figures = made.errors(BUDGETS), [made.plane(), made.attention_figure(), made.order_figure(), made.error_figure(BUDGETS)]
     for figure in figures:
-        assert f"layer {LAYER}, query head {HEAD} (KV head 1), prompt of {made.n} tokens, question seen, n = 1" in figure.get_suptitle() and "tiny" in figure.get_suptitle()
+        assert f"tiny, layer {LAYER}, query head {HEAD} (KV head 1)\nprompt of {made.n} tokens, question seen, n = 1" in figure.get_suptitle()
         assert all("[" in a.get_xlabel() or "%" in a.get_xlabel() for a in figure.axes if a.get_xlabel()) and figure.legends
     assert [len(c.get_offsets()) for c in figures[0].axes[0].collections] == [W, int(made.written.sum()), 6]
     np.testing.assert_allclose(figures[1].axes[0].images[0].get_array(), made.attention().clamp(min=1e-4))
