@@ -19,6 +19,7 @@ from .comparing import eviction_seed
 from .metrics import fidelity
 from .prompt_reading import Prompt, Reading
 from .prompt_settings import COMMON
+from .results import digest
 from .types import Plan
 
 METRICS = {"recall": "fraction", "recall_free": "fraction", "error": "1 - cosine", "logp": "nats", "retrieved": "fraction"}
@@ -108,10 +109,12 @@ class Prompting(Reading):
                 given = {f.name: getattr(a.policy, f.name) for f in dataclasses.fields(a.policy)} if dataclasses.is_dataclass(a.policy) else {}
                 source = {"sha256": registry.source_hash("policy", module)} if module in registry.names("policy") else {}
                 policies[a.name] = {"policy": module, "fields": given, **getattr(a.policy, "facts", {}), "source": source}
+        template = getattr(self.model.tokenizer, "chat_template", None)
         held = [len(self._protected(self._cut(t)[0])) for t in self.tasks]
         lengths = [len(self._cut(t)[0]) for t in self.tasks]
         return {"budgets": self.config.budgets, "protected": [min(held), max(held)], "prompt_tokens": [min(lengths), max(lengths)], "arms": policies,
-                "draw": {"particles": self.particles, "horizon": self.horizon}, "prompts": {str(i): [t.kind, t.instance, t.sha256] for i, t in enumerate(self.tasks)}}
+                "draw": {"particles": self.particles, "horizon": self.horizon}, "template_sha256": None if template is None else digest(str(template)),
+                "prompts": {str(i): [t.kind, t.instance, t.sha256] for i, t in enumerate(self.tasks)}}
 
     def compute(self, batch: int, rows: Callable, tick: Callable[[int], object]):
         """Rows of one prompt: each arm evicts by itself, then arms that hold equal counts are measured as rows of one batch."""

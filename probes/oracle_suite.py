@@ -10,7 +10,7 @@ from kvprobe import stats, tasks
 from kvprobe.prompt_reading import Prompt
 from kvprobe.prompt_settings import COMMON, names, numbers
 from kvprobe.prompt_tables import per_prompt
-from kvprobe.suite.orders import ORACLE, RANDOM, Ranked, arms
+from kvprobe.suite.orders import FULL, ORACLE, RANDOM, Ranked, arms
 from kvprobe.suite.tables import report_table  # noqa: F401
 from kvprobe.walking import Walking
 
@@ -175,6 +175,7 @@ class Session(Walking):
             yield from suite_rows.agreement(prompt, ranked, keep, keep == c.budget, generated)
             if keep in numbers("answers", c.answers):
                 yield from suite_answers.answers(self, prompt, ranked, keep, said)
+        yield from suite_answers.uncompressed(self, prompt, numbers("answers", c.answers))
         yield from suite_rows.likeness(prompt, ranked, c.budget)
         yield from suite_rows.composed(self.model, prompt, ranked, c.budget, c.window)
         yield from suite_rows.profiles(prompt, ranked)
@@ -212,7 +213,9 @@ class Session(Walking):
         ceiling = means[means.metric.isin(["recall", "recall_free"]) & (means.arm == ORACLE)].value
         error = means[(means.metric == "error") & (means.keep == c.budget)].groupby("arm").value.mean()
         best = error.drop(ORACLE)
-        checks = [Check("random eviction meets the oracle's set as often as the closed form says", None if small else abs(chance.value) <= 0.01, f"off by {chance.text(4)}", "within .01"),
+        answered = means[(means.metric == "retrieved") & (means.arm == FULL) & (means.keep == min(numbers("answers", c.answers)))].value.mean()
+        checks = [Check("the full cache answers the prompts", None if small else bool(answered >= 0.5), f"{answered:.2f} of them", "half of them at least: what it cannot answer no cache can"),
+                  Check("random eviction meets the oracle's set as often as the closed form says", None if small else abs(chance.value) <= 0.01, f"off by {chance.text(4)}", "within .01"),
                   Check("the oracle keeps its own set", bool((ceiling == 1).all()), f"recall {ceiling.min():.3f} at least", "1"),
                   Check("no criterion has a lower output error than the oracle", None if small else bool(error[ORACLE] <= best.min()), f"{error[ORACLE]:.4f} against {best.min():.4f} ({best.idxmin()})", "the oracle's is lowest")]
         table = suite_tables.report_table(rows, folder.manifest)

@@ -308,7 +308,7 @@ def test_tables_are_means_over_seeds_then_prompts(run):
     by_prompt = part.groupby("instance").value.mean()
     row = suite_tables.headline(run.rows, run.manifest).set_index(["metric", "arm"]).loc[("error", "random")]
     assert row.value == pytest.approx(by_prompt.mean()) and row.n == 2 and (row.low, row.high) == pytest.approx((by_prompt.min(), by_prompt.max()))
-    assert set(run.table.criterion) == {*suite_orders.CRITERIA, CHANCE}
+    assert set(run.table.criterion) == {*suite_orders.CRITERIA, suite_orders.FULL, CHANCE}
 
 
 def test_curves_take_prompts_of_twice_the_largest_budget(run):
@@ -452,3 +452,17 @@ def test_refuses(bad, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         kvprobe.run("oracle_suite", preset="smoke", out=tmp_path / "never", progress=False, **bad)
     assert not (tmp_path / "never").exists()
+
+
+def test_the_full_cache_is_a_mark_and_a_gate(run, session, prompt, lm):
+    """Known fault H18: what even the full cache cannot answer shows before anything is compared. Against one plain forward."""
+    rows = [r for r in suite_answers.uncompressed(session, prompt, [24, 48]) if r["keep"] == 48]
+    answer = torch.as_tensor(prompt.task.answer_ids)
+    with torch.no_grad():
+        logits = lm.model(input_ids=torch.cat([torch.as_tensor(prompt.ids), answer])[None]).logits[0, len(prompt.ids) : -1].double().log_softmax(-1)
+    counts = torch.as_tensor(prompt.task.scored[1:])
+    assert found(rows, "logp").item() == pytest.approx(float(logits.gather(-1, answer[1:, None])[:, 0][counts].sum()), rel=1e-9)
+    assert found(rows, "retrieved").item() == float((logits.argmax(-1) == answer[1:])[counts].all())
+    assert run.table.criterion.iloc[0] == "full cache" and run.checks[0].name == "the full cache answers the prompts"
+    assert run.manifest["template_sha256"] is None or len(run.manifest["template_sha256"]) == 64  # H09
+    assert run.rows.unit.notna().all()  # H17

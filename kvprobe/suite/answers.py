@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..metrics.divergence import kl_by_token
 from ..prompting import TOGETHER, Prompt
-from .orders import Ranked
+from .orders import FULL, Ranked
 from .rows import of_arm, row
 
 
@@ -73,6 +73,14 @@ def full(model, prompt: Prompt) -> Full:
 
     cache = spare(prompt.cache)
     return Full(follow(model, cache, prompt)[0], cache)
+
+
+def uncompressed(session, prompt: Prompt, keeps: list[int]) -> Iterator[dict]:
+    """log p and retrieval of the true answer from the full cache, as rows of every budget at which the others answer."""
+    from ..lookahead import spare
+
+    found = session.answered(spare(prompt.cache), prompt)[0]
+    yield from (row(metric, value, arm=FULL, keep=keep, draw=0) for keep in keeps for metric, value in found.items() if value == value)
 
 
 def answers(session, prompt: Prompt, ranked: Ranked, keep: int, said: Full) -> Iterator[dict]:

@@ -18,6 +18,8 @@ from ..walking import Walking
 
 ORACLE, RANDOM, WINDOW_ONLY, SINGLE, LORE_E, LORE_D = "oracle", "random", "window only", "single continuation", "LORE /E", "LORE /D"
 ATTENTION, CRITICAL, ANDPRO = "window attention", "CriticalKV", "AnDPro"
+FULL = "full cache"
+"""What is compressed, as a mark: what it answers is the most that can be expected of any criterion."""
 CRITERIA = (RANDOM, ATTENTION, CRITICAL, ANDPRO, WINDOW_ONLY, SINGLE, LORE_E, LORE_D, ORACLE)
 """In the order of tables and legends: the floor, what the prompt alone says, what continuations say, the ceiling."""
 BASELINES = (ATTENTION, CRITICAL, ANDPRO, WINDOW_ONLY)

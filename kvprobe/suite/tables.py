@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import stats
-from .orders import CRITERIA
+from .orders import CRITERIA, FULL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +57,8 @@ def long_enough(rows: pd.DataFrame, most: int) -> pd.DataFrame:
 def ordered(names) -> list[str]:
     """Criteria in their own order, others behind."""
     names = list(dict.fromkeys(names))
-    return [c for c in CRITERIA if c in names] + [c for c in names if c not in CRITERIA]
+    known = (FULL, *CRITERIA)
+    return [c for c in known if c in names] + [c for c in names if c not in known]
 
 
 def headline(rows: pd.DataFrame, manifest: dict) -> pd.DataFrame:
