@@ -78,8 +78,10 @@ def build(tokenizer, kind: str, instances: Sequence[int], length: int = 700, see
 def matches(text: str, answer: str) -> bool:
     """Whether a text states the answer as a whole word or number; case, blanks and thousands commas do not count (H08).
 
-    "It is 48213." and "48,213" match 48213; "482137", "48213.5", "-48213" and "x48213" do not.
+    "It is 48213." and "48,213" match 48213; "482137", "48213.5", "-48213" and "x48213" do not. Of a text with a thinking block
+    (<think> ... </think>, or its end alone where the template opened it) what comes after it counts; one that was cut off within it states nothing (H10).
     """
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
     number = r"(?<!\d[.,])(?<!\s[-−])" if answer[:1].isdigit() else ""
     ahead = r"(?!\w|[.,]\d)" if answer[-1:].isdigit() else r"(?!\w)"
     return bool(answer.strip()) and re.search(rf"(?<!\w){number}{re.escape(_normal(answer).strip())}{ahead}", _normal(text)) is not None

@@ -98,7 +98,8 @@ class Capture:
     """Post-RoPE queries, keys and values as attention sees them, attention weights and outputs of chosen sites.
 
     q[layer], out[layer] [b hq n d]; k[layer], v[layer] [b hkv s d]; attn[layer] [b hq n p] over all positions p of the
-    text (0 where a key was hidden or evicted). Heads are in the order of q_heads and kv_heads; the head axis is before
+    text (0 where a key was hidden or evicted). out is what a head hands to its output projection: before W_O, and before any norm that
+    a model puts behind it, so that it adds up to the residual stream through both (`head_weights(model, "O", layer)` has W_O). Heads are in the order of q_heads and kv_heads; the head axis is before
     the token axis. q_positions [b n] and k_positions [layer][b hkv s] are indices into each row's own text, -1 where a
     row has no token; such slots hold zeros.
     stopped: per row, at which generated step its text ended, None if it did not.
