@@ -77,7 +77,8 @@ def _rho(ax, rho: pd.DataFrame) -> None:
     ax.axhline(0, color="0.3", lw=0.8)
     ax.set_xticks(range(len(NAMES)), list(NAMES.values()), fontsize=8)
     ax.set(xlabel="closed-form cost on the future's queries", ylabel="Spearman's rho with the true cost")
-    ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 def _scatter(ax, own: pd.DataFrame, noise: pd.DataFrame) -> None:
