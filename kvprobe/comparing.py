@@ -127,11 +127,14 @@ def _quiet(tokens: int) -> None:
 
 
 class Comparing:
-    """Base of a session. A probe gives stories and `rows_of`, and perhaps more arms, pins and `report`."""
+    """Base of a session. A probe gives stories and rows_of(arm, story, k, log, answers) -> [{metric, value, unit, ...}] of row k of the batch, or a
+    `compute` of its own, as fork does; and perhaps more arms, pins and `report`."""
 
     def __init__(self, config: COMMON, model, stories: Sequence[Story], arms: Sequence[Arm] | None = None):
         from kvprobe import api
 
+        if not hasattr(self, "rows_of") and type(self).compute is Comparing.compute:
+            raise ValueError(f"{type(self).__module__} gives no rows: its session needs rows_of, or a compute of its own")
         self.config, self.model, self.stories, self.plan = config, model, list(stories), config.plan
         names = arm_module.split(config.policies)
         self.arms = list(arms) if arms is not None else arm_module.make(names, config.protection, config.eviction_seeds, model)
@@ -298,12 +301,6 @@ class Comparing:
         scored = engine.force(self.model, branch, text[:, :-1], targets=text[:, q:], first=q, tick=tick)
         log = branch.keep_log
         return Answer(first, scored.logp.double(), scored.top, [log.rounds(k, before=first.at + q - 1) for k in range(len(asks))], log)
-
-    # -- what a probe gives -----------------------------------------------------------------------------------------
-
-    def rows_of(self, arm: Arm, story: Story, k: int, log, answers: Sequence[Answer]) -> list[dict]:
-        """Rows (metric, value, unit, ...) of row k of the batch; not needed where a probe has a `compute` of its own, as fork has."""
-        raise NotImplementedError(f"{type(self).__module__} gives no rows: its session needs rows_of, or a compute of its own")
 
 
 def answer_rows(story: Story, k: int, answer: Answer) -> list[dict]:

@@ -92,8 +92,8 @@ def weighted(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, gram
     """[b hkv n]: costs of deletion, weighted over the queries, then put together over the group.
 
     queries [b hq q d] over keys and values [b hkv n d]; gram [hq d d] for the projected objective; visible: bool,
-    broadcastable to [b hkv q s], of the last s of the n entries, where every query sees all others, None for all; weight [q] or [b q], None for the mean over the queries. A query that sees
-    nothing costs nothing. float32, or float64 for float64 states.
+    broadcastable to [b hkv q s], of the last s of the n entries, where every query sees all others, None for all; weight [q] or [b q],
+    None for the mean over the queries. A query that sees nothing costs nothing. float32, or float64 for float64 states.
     """
     b, hq, q, _ = queries.shape
     weight = torch.full((b, q), 1 / q, dtype=torch.float64) if weight is None else weight

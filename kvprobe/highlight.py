@@ -267,15 +267,10 @@ def _color(step: int) -> tuple[str, str]:
     """One of the 256 steps of the scale, as matplotlib counts them."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
+    from seaborn.utils import relative_luminance
 
     rgb = colormaps[COLORS](step)[:3]
-    return to_hex(rgb), "#000000" if luminance(rgb) > 0.179 else "#ffffff"
-
-
-def luminance(rgb: Sequence[float]) -> float:
-    """Relative luminance of an sRGB colour (WCAG 2)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return to_hex(rgb), "#000000" if relative_luminance(rgb) > 0.179 else "#ffffff"
 
 
 def _block(shown: Tokens, kept: np.ndarray, texts: list[str], marks: list[tuple[str, str]]) -> str:

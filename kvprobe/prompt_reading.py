@@ -31,6 +31,20 @@ class Prompt:
     truth: object
     draws: Mapping[int, object]
 
+    def holding(self, kept, keep: int):
+        """A cache of this prompt whose rows hold the kept sets [l a hkv n], `keep` entries per site in each: what arms leave, measured together."""
+        import torch
+
+        from .lookahead import NEVER
+        from .oracle import Given
+
+        with torch.no_grad():
+            cache = self.cache.branch(kept.shape[1], plan=dataclasses.replace(NEVER, keep=keep), policy=Given())
+            cache.evict_now(dict(zip(cache.geometry.kv_layers, kept.to(torch.float32))))
+        if not torch.equal(self.truth.kept(cache), kept):
+            raise RuntimeError("a cache does not hold the sets it was given")
+        return cache
+
 
 class Reading:
     """Reads the prompts of a session: what is compressed, its full cache, what that goes on to write, and the draws of continuations."""

@@ -140,16 +140,7 @@ class Prompting(Reading):
         """Measures of arms of one budget, by their number: their kept sets as rows of one cache."""
         import torch
 
-        from .lookahead import NEVER
-        from .oracle import Given
-
-        kept = torch.cat([mask for _, mask in some], dim=1)  # [l arms hkv n]
-        with torch.no_grad():
-            cache = prompt.cache.branch(len(some), plan=dataclasses.replace(NEVER, keep=keep), policy=Given())
-            cache.evict_now(dict(zip(cache.geometry.kv_layers, kept.to(torch.float32))))
-        if not torch.equal(prompt.truth.kept(cache), kept):
-            raise RuntimeError("the arms measured together do not hold what each of them kept")
-        out = self.measured(cache, prompt, keep)
+        out = self.measured(prompt.holding(torch.cat([mask for _, mask in some], dim=1), keep), prompt, keep)
         tick(len(some) * (len(prompt.tail) + len(prompt.task.answer_ids)))
         return dict(zip([i for i, _ in some], out))
 
@@ -222,10 +213,14 @@ class Prompting(Reading):
     def _base(self, prompt: Prompt) -> dict:
         return dict(instance=prompt.number, kind=prompt.task.kind)
 
+    def _keeps(self) -> list[int]:
+        """Budgets at which kept sets are compared."""
+        return sorted({a.keep for a in self.arms if a.policy is not None})
+
     def _chance(self, prompt: Prompt) -> list[dict]:
         """What recall a uniform draw has on average, by closed form."""
         held, out = len(self._protected(prompt.ids)), []
-        for keep in sorted({a.keep for a in self.arms if a.policy is not None}):
+        for keep in self._keeps():
             base = self._base(prompt) | dict(arm=CHANCE, keep=keep, draw=0)
             for name, x in zip(("recall", "recall_free"), fidelity.random_recall(len(prompt.ids), keep, held)):
                 out += [base | dict(metric=name, value=x, unit=METRICS[name])] if x == x else []

@@ -191,15 +191,8 @@ class Session(Walking):
 
         return dataclasses.replace(oracle.ANALYSIS, form=self.config.form)
 
-    def _chance(self, prompt: Prompt) -> list[dict]:
-        from kvprobe.metrics import fidelity
-        from kvprobe.prompting import CHANCE, METRICS
-
-        held, out = len(self._protected(prompt.ids)), []
-        for keep in self.config.budgets:
-            found = zip(("recall", "recall_free"), fidelity.random_recall(len(prompt.ids), keep, held))
-            out += [self._base(prompt) | dict(arm=CHANCE, keep=keep, draw=0, metric=m, value=x, unit=METRICS[m]) for m, x in found if x == x]
-        return out
+    def _keeps(self) -> list[int]:
+        return list(self.config.budgets)
 
     def report(self, rows: pd.DataFrame, folder):
         from kvprobe.suite import tables as suite_tables

@@ -97,13 +97,23 @@ def test_one_round_is_enough(model):
     assert next(r["value"] for r in rows if r["metric"] == "rounds") == 1
 
 
+class Bare(Comparing):
+    def rows_of(self, arm, story, k, log, answers):
+        return []
+
+
+def test_a_session_that_gives_no_rows_is_told_before_any_work(model):
+    with pytest.raises(ValueError, match="gives no rows: its session needs rows_of, or a compute of its own"):
+        Comparing(registry.find("probe", "keep_log").PRESETS["smoke"], model, [Story(0, np.arange(200), 10)])
+
+
 def test_a_question_no_round_comes_before_is_refused(model):
     """A round fires after a forward: one token later it matters."""
     at = Plan(64, 8).fires_at - 1
 
     def asked(more: int):
         ids = np.arange(at + more)
-        return Comparing(registry.find("probe", "keep_log").PRESETS["smoke"].__class__(model="tiny", keep=64, buffer=8, policies="random"), model,
+        return Bare(registry.find("probe", "keep_log").PRESETS["smoke"].__class__(model="tiny", keep=64, buffer=8, policies="random"), model,
                          [Story(0, ids, 10, (Ask("q", len(ids), np.arange(2), np.arange(3)),))])
 
     asked(0)
@@ -116,7 +126,7 @@ def test_stories_of_unequal_shape_are_refused(model):
     one = Story(0, np.arange(200) % 200, 10)
     for other in (Story(1, np.arange(199), 10), Story(1, np.arange(200), 11), Story(1, np.arange(200), 10, (Ask("q", 90, np.arange(2), np.arange(2)),)), Story(1, np.arange(200), 10, (), {"box": (2, 3)})):
         with pytest.raises(ValueError, match="the stories differ"):
-            Comparing(config, model, [one, other])
+            Bare(config, model, [one, other])
 
 
 # -- where questions are put ---------------------------------------------------------------------------------------------

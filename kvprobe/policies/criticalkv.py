@@ -54,8 +54,15 @@ class POLICY(snapkv.POLICY):
         return allocation.per_layer(budgets, score, keep, held, real)
 
     def select(self, view: CacheView, score: Tensor, keep: Tensor) -> Tensor:
+        return self.staged(view, score, self.later(view, score), keep)
+
+    def later(self, view: CacheView, score: Tensor) -> Tensor:
+        """[b hkv c]: what the second stage goes by, whatever the budget."""
+        return (score + self.eps) * projections.value_norms(projections.output(self, view.layer), view.values)
+
+    def staged(self, view: CacheView, score: Tensor, later: Tensor, keep: Tensor) -> Tensor:
+        """[b hkv c]: `later`, with the first stage's entries above all others."""
         held = (view.real & ~view.free).sum(-1)
         first = (keep - held) * self.first if self.form == "free" else (keep * self.first - held).clamp(min=0)
         chosen = allocation.top(score, (first + 1e-9).floor().long(), view.free)
-        later = (score + self.eps) * projections.value_norms(projections.output(self, view.layer), view.values)
         return torch.where(chosen, later.amax(-1, keepdim=True) + 1 + score, later)

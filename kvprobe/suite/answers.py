@@ -25,18 +25,6 @@ def rows_at_once(cache, most: int) -> int:
     return max(1, min(most, COPIED_BYTES // sum(x.keys.nbytes + x.values.nbytes for x in held)))
 
 
-def holding(prompt: Prompt, kept: Tensor, keep: int):
-    """A cache whose rows hold kept sets [l a hkv n] of `keep` entries per site."""
-    from ..lookahead import NEVER
-    from ..oracle import Given
-
-    cache = prompt.cache.branch(kept.shape[1], plan=dataclasses.replace(NEVER, keep=keep), policy=Given())
-    cache.evict_now(dict(zip(cache.geometry.kv_layers, kept.to(torch.float32))))
-    if not torch.equal(prompt.truth.kept(cache), kept):
-        raise RuntimeError("a cache does not hold the sets it was given")
-    return cache
-
-
 def follow(model, cache, prompt: Prompt) -> Tensor:
     """Logits [b k vocabulary] of the future's tokens under forced decoding, those that the cache predicts: of a seen question all but the first.
 
@@ -88,7 +76,7 @@ def answers(session, prompt: Prompt, ranked: Ranked, keep: int, said: Full) -> I
     kept, together = ranked.kept(keep), rows_at_once(prompt.cache, TOGETHER)
     for start in range(0, len(ranked.arms), together):
         part = slice(start, start + together)
-        cache = holding(prompt, kept[:, part], keep)
+        cache = prompt.holding(kept[:, part], keep)
         logits = follow(session.model, cache.branch(1), prompt)
         kl = kl_by_token(said.logits.expand_as(logits), logits).mean(-1).tolist() if logits.shape[1] else [np.nan] * len(logits)
         for a, found, far in zip(ranked.arms[part], session.answered(cache, prompt), kl):

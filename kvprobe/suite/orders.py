@@ -60,7 +60,7 @@ class Order:
 
 
 class Watched:
-    """A policy whose scores are noted as it evicts; it evicts as ever. budgets: counts at which it is also asked for its `select`.
+    """A policy whose scores are noted as it evicts; it evicts as ever. budgets: counts at which it, CriticalKV, also goes through its stages.
 
     Views are let go with their layer: they hold its keys and values.
     """
@@ -71,8 +71,9 @@ class Watched:
 
     def score(self, view) -> Tensor:
         score = self.scores[view.layer] = self.policy.score(view)
+        later = self.policy.later(view, score) if self.budgets else None
         for keep in self.budgets:
-            self.selected[keep][view.layer] = self.policy.select(view, score, torch.full(score.shape[:2], keep, device=score.device))
+            self.selected[keep][view.layer] = self.policy.staged(view, score, later, torch.full(score.shape[:2], keep, device=score.device))
         return score
 
     def __getattr__(self, name: str):
