@@ -16,7 +16,7 @@ from oracle import Reference, cache_sets, random_scores
 from sidebyside import feed, walk
 
 KEEP, BUFFER = 10, 4
-POLICIES = sorted(set(kvprobe.available("policy")) - set(tiny.AHEAD))  # those have their own contract in test_policies_ahead
+POLICIES = sorted(set(kvprobe.available("policy")) - set(tiny.AHEAD))  # those have their own contract in test_policies_ahead_contract
 SCHEDULES = {"rounds": dict(keep=KEEP, buffer=BUFFER), "prompt_end": dict(keep=KEEP, schedule="prompt_end")}
 WINDOW = {name: dict(window=4) for name in POLICIES if make_policy(name).needs.window == -1}  # at prompt end there is no buffer whose queries could vote
 
