@@ -230,3 +230,18 @@ def test_the_full_cache_is_measured_too(session, prompt, lm):
     counts = torch.as_tensor(prompt.task.scored[1:])
     assert found(rows, "logp").item() == pytest.approx(float(logits.gather(-1, answer[1:, None])[:, 0][counts].sum()), rel=1e-9)
     assert found(rows, "retrieved").item() == float((logits.argmax(-1) == answer[1:])[counts].all())
+
+
+def test_copies_of_a_prompts_cache_are_bounded_in_bytes(lm, session, prompt, ranked, monkeypatch):
+    """A long prompt is answered by few rows at a time, and says the same."""
+    each = sum(prompt.cache.layers[i].keys.nbytes + prompt.cache.layers[i].values.nbytes for i in (0, 1))
+    said, batches = suite_answers.full(lm, prompt), []
+    whole = list(suite_answers.answers(session, prompt, ranked, 48, said))
+    branch = type(prompt.cache).branch
+    monkeypatch.setattr(type(prompt.cache), "branch", lambda self, repeats=1, **more: batches.append(repeats) or branch(self, repeats, **more))
+    monkeypatch.setattr(suite_answers, "COPIED_BYTES", 3 * each + 1)
+    few = list(suite_answers.answers(session, prompt, ranked, 48, said))
+    assert suite_answers.rows_at_once(prompt.cache, 16) == 3 and suite_answers.rows_at_once(prompt.cache, 2) == 2 and max(batches) == 3
+    assert [{**r, "value": 0} for r in few] == [{**r, "value": 0} for r in whole] and np.allclose([r["value"] for r in few], [r["value"] for r in whole], atol=1e-9)
+    monkeypatch.setattr(suite_answers, "COPIED_BYTES", 0)
+    assert suite_answers.rows_at_once(prompt.cache, 16) == 1
